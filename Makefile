@@ -1,0 +1,57 @@
+# Every target prepares what it needs: on a fresh machine `make demo` alone is enough.
+#
+#   make setup PIP_FLAGS=                 newest allowed versions instead of the tested pins (your own choice of torch)
+#   make setup PIP_FLAGS="-c constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu"
+#                                         tested pins, small CPU-only torch
+#   make setup PYTHON=python3.12          another interpreter
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?= -c constraints.txt
+PYTEST_FLAGS ?=
+PROMPT ?= Explain in three sentences why the sky is blue.
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.blockpilot-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test quality bench clean
+
+help:
+	@echo "make setup    create $(VENV) and install BlockPilot with its development tools"
+	@echo "make demo     answer a prompt with the default model"
+	@echo "make test     run the tests"
+	@echo "make quality  lint, check format, types and layers"
+	@echo "make bench    plain decoding against n-gram drafting on one repetitive prompt"
+	@echo "make clean    remove caches and build output ($(VENV) stays)"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "BlockPilot needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." >&2; \
+	  echo "Install one and name it: make setup PYTHON=python3.12" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { \
+	  echo "Could not create $(VENV); on Debian and Ubuntu install the package python3-venv first." >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' $(PIP_FLAGS)
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/blockpilot generate "$(PROMPT)" --max-new-tokens 96
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+quality: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+BENCH_PROMPT := Repeat this list three times: red, orange, yellow, green, blue, indigo, violet.
+bench: $(STAMP)
+	$(BIN)/blockpilot generate "$(BENCH_PROMPT)" --pilot ar
+	$(BIN)/blockpilot generate "$(BENCH_PROMPT)" --drafter ngram --pilot fixed:8
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

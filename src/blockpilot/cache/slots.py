@@ -1,0 +1,83 @@
+"""KV memory as slots: one row of keys and values per token, one slot per request.
+
+A slot knows two lengths. Rows below `lengths[slot]` are committed; a pass appends rows behind them, and `keep` decides
+which of those survive: the accepted path is gathered into contiguous rows and everything else is forgotten. That is the
+only rollback in the engine. A finished request gives its slot back with `free`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from blockpilot.core.errors import BlockPilotError
+
+
+class SlotCache:
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (num_layers, 2, num_slots, num_kv_heads, capacity, head_dim)
+        self.rows = torch.empty(shape, dtype=dtype, device=device)  # untouched pages cost no memory on a CPU
+        self.capacity = capacity
+        self.lengths = [0] * num_slots
+        self.appended = [0] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def reserve(self) -> int:
+        if not self._free:
+            raise BlockPilotError("no free KV slot: the scheduler admitted too many requests")
+        slot = self._free.pop()
+        self.reset(slot)
+        return slot
+
+    def free(self, slot: int) -> None:
+        if slot in self._free:
+            raise BlockPilotError(f"KV slot {slot} was freed twice")
+        self.reset(slot)
+        self._free.append(slot)
+
+    def reset(self, slot: int) -> None:
+        """Forget every row of a slot. For caches whose slots are handed out elsewhere (a drafter's context)."""
+        self.lengths[slot] = self.appended[slot] = 0
+
+    def append(self, slot: int, count: int) -> int:
+        """Open `count` rows behind the committed ones and return the first; earlier open rows are dropped."""
+        start = self.lengths[slot]
+        if start + count > self.capacity:
+            raise BlockPilotError(f"KV slot {slot} holds {self.capacity} rows; {start} + {count} do not fit")
+        self.appended[slot] = count
+        return start
+
+    def write(self, layer: int, slot: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v [n, H, D] in the open rows; return all filled keys and values, each [1, H, filled, D]."""
+        start = self.lengths[slot]
+        filled = start + k.shape[0]
+        keys_values = self.rows[layer, :, slot]  # [2, H, capacity, D]
+        keys_values[0, :, start:filled].copy_(k.transpose(0, 1))
+        keys_values[1, :, start:filled].copy_(v.transpose(0, 1))
+        return keys_values[0:1, :, :filled], keys_values[1:2, :, :filled]
+
+    def keep(self, slot: int, path: Sequence[int]) -> None:
+        """Commit the open rows named by `path` (ascending indices into them), in that order; forget the others."""
+        if path and path[-1] >= self.appended[slot]:
+            raise BlockPilotError(f"KV slot {slot} has {self.appended[slot]} open rows; row {path[-1]} is not one of them")
+        start = self.lengths[slot]
+        if list(path) != list(range(len(path))):
+            source = torch.tensor(path, device=self.rows.device) + start
+            slot_rows = self.rows[:, :, slot]  # [L, 2, H, capacity, D]
+            slot_rows[..., start : start + len(path), :] = slot_rows.index_select(3, source)
+        self.lengths[slot] = start + len(path)
+        self.appended[slot] = 0

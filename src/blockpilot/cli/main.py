@@ -1,0 +1,109 @@
+"""The `blockpilot` command: finds the verb, runs it, and turns every failure into one line and an exit code.
+
+A verb is a module with `add_arguments(parser)` and `run(arguments) -> exit code`. It is imported only when its name
+stands on the command line, and imports heavy packages only when it runs: `blockpilot --help` stays instant.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from blockpilot import __version__
+from blockpilot.core.errors import BlockPilotError
+
+VERBS = {  # verb: (module, what `blockpilot --help` says)
+    "generate": ("blockpilot.cli.generate", "answer a prompt, streamed as it is written"),
+    "models": ("blockpilot.cli.models", "list, fetch, verify and export models"),
+}
+EXIT_FAILURE = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells expect
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        _print_error(f"{message} (see {self.prog} --help)")
+        sys.exit(EXIT_BAD_INPUT)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    _allow_any_character()
+    try:
+        arguments = build_parser(words).parse_args(words)
+        exit_code = importlib.import_module(VERBS[arguments.verb][0]).run(arguments)
+        sys.stdout.flush()  # here, where a closed pipe can still be handled
+        return int(exit_code)
+    except SystemExit as request:  # argparse: --help, --version and errors
+        return request.code if isinstance(request.code, int) else EXIT_FAILURE
+    except BrokenPipeError:
+        _silence_stdout()
+        return EXIT_BROKEN_PIPE
+    except (Exception, KeyboardInterrupt) as error:
+        if "--debug" in words:
+            traceback.print_exc()
+        return _report(error)
+
+
+def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser for this command line: verbs that do not stand on it are only named, not imported."""
+    summary = "Lossless speculative decoding that chooses its own block size."
+    parser = Parser(prog="blockpilot", description=summary, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"blockpilot {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs")
+    for name, (module, purpose) in VERBS.items():
+        verb = verbs.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.", allow_abbrev=False)
+        if name in words:
+            importlib.import_module(module).add_arguments(verb)
+            add_debug(verb)
+    return parser
+
+
+def add_debug(parser: argparse.ArgumentParser) -> None:
+    """`--debug` may stand before or after the verb; SUPPRESS keeps the second parser from undoing the first."""
+    parser.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+    )
+
+
+def _report(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    if isinstance(error, BlockPilotError):
+        _print_error(str(error))
+        return error.exit_code
+    if isinstance(error, OSError) and error.strerror:
+        _print_error(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)
+        _silence_stdout()  # a full disk behind standard output would fail again at exit
+        return EXIT_FAILURE
+    _print_error(f"unexpected {type(error).__name__}: {error} (run again with --debug to see where)")
+    return EXIT_FAILURE
+
+
+def _print_error(message: str) -> None:
+    print("blockpilot: error:", " ".join(message.split()), file=sys.stderr)
+
+
+def _allow_any_character() -> None:
+    """A terminal that cannot show a character of the answer gets a question mark, not a crash."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def _silence_stdout() -> None:
+    """Nobody reads standard output any more: let Python's own flush at exit go nowhere."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        return  # standard output is no real file

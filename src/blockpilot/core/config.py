@@ -1,0 +1,39 @@
+"""Settings of one engine, and the only place that reads environment variables."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from blockpilot.core.errors import InputError
+
+MAX_BLOCK_SIZE = 64  # anchor + 63 drafted positions
+MAX_TREE_NODES = 128  # drafted nodes checked in one step
+
+
+def cache_dir() -> Path:
+    """Folder for downloaded models: BLOCKPILOT_CACHE, else XDG_CACHE_HOME/blockpilot, else ~/.cache/blockpilot."""
+    if chosen := os.environ.get("BLOCKPILOT_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "blockpilot"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Bounds of one engine: how many requests at once, how many tokens per forward pass, how long a request may be."""
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    num_slots: int = 8
+    token_budget: int = 512  # prompt tokens prefetched into the cache per pass; long prompts go in chunks of this size
+    context_length: int | None = None  # None: the target's own limit
+    linear_backend: str = "auto"  # how CPU weights are packed: auto, mkldnn, plain
+
+    def __post_init__(self) -> None:
+        for name in ("num_slots", "token_budget"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.context_length is not None and self.context_length < 2:
+            raise InputError(f"context_length must be at least 2, got {self.context_length}")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise InputError(f"unknown dtype {self.dtype!r}: use float32, bfloat16 or float16")

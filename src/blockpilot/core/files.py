@@ -1,0 +1,43 @@
+"""Files appear whole or not at all."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from blockpilot.core.errors import BlockPilotError, InputError
+
+
+def ensure_folder(folder: Path) -> Path:
+    """Create `folder`; one clear line when that is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot create folder {folder}: {error.strerror}; choose another place") from error
+    return folder
+
+
+@contextlib.contextmanager
+def atomic_path(target: Path) -> Iterator[Path]:
+    """Yield a temporary path in the target's folder; it takes the target's name only if the block succeeds."""
+    ensure_folder(target.parent)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    except OSError as error:
+        raise InputError(f"cannot write in folder {target.parent}: {error.strerror}; choose another place") from error
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise BlockPilotError(f"cannot write {target}: {error.strerror}; the file was left as it was") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(target: Path, text: str) -> None:
+    with atomic_path(target) as temporary:
+        temporary.write_text(text, encoding="utf-8")

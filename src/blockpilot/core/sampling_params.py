@@ -1,0 +1,40 @@
+"""What a caller may ask of one request."""
+
+import math
+from dataclasses import dataclass
+
+from blockpilot.core.errors import InputError
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Limits and randomness of one answer. The same seed gives the same text under every pilot and block size."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not math.isfinite(self.temperature) or self.temperature < 0:
+            raise InputError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.top_k < 0:
+            raise InputError(f"top_k must be 0 (no limit) or positive, got {self.top_k}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise InputError(f"seed must lie between 0 and {MAX_SEED}, got {self.seed}")
+        if any(not text for text in self.stop):
+            raise InputError("a stop string is empty: leave it out instead")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0

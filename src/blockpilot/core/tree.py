@@ -1,0 +1,62 @@
+"""The draft tree: what one step asks the target to check.
+
+Node 0 is the anchor, the last committed token. Every other node is a drafted token with a parent that stands before it
+in the list, so one pass over the list visits parents first. A chain is the tree in which every node's parent is the
+node before it; block size B is the chain of B nodes.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockpilot.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    depths: tuple[int, ...]
+
+    @classmethod
+    def build(cls, anchor_id: int, nodes: list[tuple[int, int]]) -> "DraftTree":
+        """`nodes` are (parent index, token id) pairs, parents first; index 0 is the anchor."""
+        token_ids, parents, depths = [anchor_id], [-1], [0]
+        for parent, token_id in nodes:
+            if not 0 <= parent < len(token_ids):
+                raise InputError(f"draft tree: parent {parent} does not stand before node {len(token_ids)}")
+            token_ids.append(token_id)
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+        return cls(tuple(token_ids), tuple(parents), tuple(depths))
+
+    @classmethod
+    def chain(cls, anchor_id: int, drafted_ids: list[int]) -> "DraftTree":
+        size = len(drafted_ids) + 1
+        return cls((anchor_id, *drafted_ids), tuple(range(-1, size - 1)), tuple(range(size)))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def max_depth(self) -> int:
+        return max(self.depths)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.depths[-1] == len(self.token_ids) - 1
+
+    def children(self) -> list[dict[int, int]]:
+        """For every node: drafted token id -> child index. The first of two equal siblings wins."""
+        table: list[dict[int, int]] = [{} for _ in self.token_ids]
+        for index in range(1, len(self.token_ids)):
+            table[self.parents[index]].setdefault(self.token_ids[index], index)
+        return table
+
+    def ancestor_matrix(self) -> NDArray[np.bool_]:
+        """[n, n]: row i is true at node i and at its ancestors, the only tree nodes it may attend to."""
+        matrix = np.eye(len(self.token_ids), dtype=np.bool_)
+        for index, parent in enumerate(self.parents[1:], start=1):
+            matrix[index] |= matrix[parent]
+        return matrix

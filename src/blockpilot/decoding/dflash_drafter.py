@@ -1,0 +1,135 @@
+"""Drafting with DFlash: taps in, candidates of a whole block out.
+
+The context cache has one row per committed token (the anchor excepted), exactly like the target's. A block is appended
+behind it for one pass and never kept. With sampling, the drafter ranks by logits / temperature + the same noise that the
+target will add, so the two draw alike wherever they agree.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockpilot.cache.attention import RaggedAttention, Segment
+from blockpilot.cache.slots import SlotCache
+from blockpilot.core.candidates import Candidates
+from blockpilot.core.config import MAX_BLOCK_SIZE
+from blockpilot.decoding.drafter import DraftRequest, Observation
+from blockpilot.decoding.sampling import gumbel_noise
+from blockpilot.models.dflash import DFlash
+from blockpilot.models.packing import pack_linear, pack_linears
+
+
+class DFlashDrafter:
+    def __init__(
+        self,
+        model: DFlash,
+        *,
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+        num_slots: int,
+        context_length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        linear_backend: str = "plain",
+        name: str = "dflash",
+    ) -> None:
+        self.name = name
+        self.block_size = model.config.block_size
+        self.max_block_size = MAX_BLOCK_SIZE
+        self.tap_layers = model.config.tap_layers
+        self.model, self.embed, self.head, self.device = model, embed, head, device
+        self.token_ids = None if model.draft_token_ids is None else model.draft_token_ids.to(device)
+        weight = model.context_weight()
+        self.context_projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.context_projection.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.context_projection = pack_linear(self.context_projection, linear_backend)
+        pack_linears(model, linear_backend)
+        shapes = model.config.layers
+        self.cache = SlotCache(
+            num_layers=shapes.num_layers,
+            num_slots=num_slots,
+            num_kv_heads=shapes.num_kv_heads,
+            head_dim=shapes.head_dim,
+            capacity=context_length + MAX_BLOCK_SIZE,
+            dtype=dtype,
+            device=device,
+        )
+
+    @torch.inference_mode()
+    def observe(self, observations: Sequence[Observation]) -> None:
+        taps = torch.cat([observation.taps for observation in observations if observation.taps is not None])
+        positions = [
+            self.cache.lengths[observation.slot] + i for observation in observations for i in range(len(observation.token_ids))
+        ]
+        projected = self.context_projection(self.model.context(taps))
+        layers = self.model.split_context(projected, torch.tensor(positions, device=self.device))
+        start = 0
+        for observation in observations:
+            count = len(observation.token_ids)
+            self.cache.append(observation.slot, count)
+            for index, (keys, values) in enumerate(layers):
+                self.cache.write(index, observation.slot, keys[start : start + count], values[start : start + count])
+            self.cache.keep(observation.slot, range(count))
+            start += count
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
+        hidden = self._run_blocks(requests)
+        starts = torch.tensor([request.block_size for request in requests]).cumsum(0).tolist()
+        found = []
+        logits = self.head(torch.cat([hidden[end - r.block_size + 1 : end] for end, r in zip(starts, requests, strict=True)]))
+        row = 0
+        for end, request in zip(starts, requests, strict=True):
+            count = request.block_size - 1
+            found.append(self._candidates(request, logits[row : row + count], hidden[end - count : end]))
+            row += count
+        return found
+
+    def forget(self, slot: int) -> None:
+        self.cache.reset(slot)
+
+    def _run_blocks(self, requests: Sequence[DraftRequest]) -> Tensor:
+        """One pass over all blocks: [anchor, mask, mask, ...] of each request, packed."""
+        mask_id = self.model.config.mask_token_id
+        ids, positions, offsets = [], [], []
+        for request in requests:
+            ids += [request.anchor_id] + [mask_id] * (request.block_size - 1)
+            positions += range(request.position, request.position + request.block_size)
+            offsets += range(request.block_size)
+        segments = [Segment(request.slot, request.block_size, is_bidirectional=True) for request in requests]
+        attend = RaggedAttention(self.cache, segments)
+        as_tensor = lambda values: torch.tensor(values, device=self.device)  # noqa: E731
+        return self.model(self.embed(as_tensor(ids)), as_tensor(positions), attend, as_tensor(offsets))
+
+    def _candidates(self, request: DraftRequest, logits: Tensor, hidden: Tensor) -> Candidates:
+        """The best tokens of each drafted position; `hidden` and `logits` are those of positions 1 .. B-1."""
+        scores = logits.float()
+        if not request.params.is_greedy:
+            positions = range(request.position + 1, request.position + request.block_size)
+            scores = scores / request.params.temperature + self._noise(request.params.seed, positions)
+        selector = self.model.candidate_selector
+        width = self.model.config.selector_top_k if selector is not None else request.num_candidates
+        best = scores.topk(min(width, scores.shape[-1]), dim=-1)  # [D, K]
+        log_probs = best.values - scores.logsumexp(dim=-1, keepdim=True)
+        token_ids = best.indices if self.token_ids is None else self.token_ids[best.indices]
+        if selector is None:
+            return Candidates(token_ids.cpu().numpy(), log_probs.cpu().numpy())
+        first, pairwise = self._pairwise(request, best.values, token_ids, hidden)
+        return Candidates(token_ids.cpu().numpy(), log_probs.cpu().numpy(), first.cpu().numpy(), pairwise.cpu().numpy())
+
+    def _noise(self, seed: int, positions: Sequence[int]) -> Tensor:
+        """The target's own noise for the tokens this drafter looks at."""
+        noise = gumbel_noise(seed, positions, vocab_size=self.model.config.layers.vocab_size, device=self.device)
+        return noise if self.token_ids is None else noise[:, self.token_ids]
+
+    def _pairwise(self, request: DraftRequest, values: Tensor, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """log p(child | parent) among the candidates: after the anchor [K], and between positions [D-1, K, K]."""
+        selector = self.model.candidate_selector
+        assert selector is not None
+        scale = 1.0 if request.params.is_greedy else 1 / request.params.temperature
+        anchor = torch.tensor([request.anchor_id], device=self.device)
+        first = values[0] + scale * selector(anchor, hidden[0], ids[0])[0]
+        later = values[1:, None] + scale * selector(ids[:-1], hidden[1:], ids[1:])
+        return F.log_softmax(first.float(), dim=-1), F.log_softmax(later.float(), dim=-1)

@@ -1,0 +1,46 @@
+"""What every drafter must do, so that one decode loop serves them all.
+
+A drafter keeps its own state per slot. It is told of every token that entered the target's cache (`observe`, with the
+target's taps for those tokens), asked for candidates (`propose`), and told when a slot is given back (`forget`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from blockpilot.core.candidates import Candidates
+from blockpilot.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Tokens that just became part of the target's cache in `slot`."""
+
+    slot: int
+    token_ids: Sequence[int]
+    taps: Tensor | None  # [n, num_taps * H]; None for drafters that read no taps
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRequest:
+    slot: int
+    anchor_id: int
+    position: int  # of the anchor in the sequence
+    block_size: int  # anchor + block_size - 1 drafted positions
+    num_candidates: int  # how many tokens per position the pilot wants to see
+    params: SamplingParams
+
+
+class Drafter(Protocol):
+    name: str
+    tap_layers: tuple[int, ...]  # target layers whose outputs `observe` needs
+    block_size: int  # the size it was trained at
+    max_block_size: int
+
+    def observe(self, observations: Sequence[Observation]) -> None: ...
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Candidates]: ...
+
+    def forget(self, slot: int) -> None: ...

@@ -1,0 +1,154 @@
+"""The engine: requests come in, `step` advances all of them, finished ones come out.
+
+One `step` admits waiting requests into free slots, runs at most one prefill pass and one speculative step. Requests
+join and leave between steps. If a pass fails, the requests in it are taken out and their slots freed before the error
+goes on to the caller, so that the engine stays usable.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from blockpilot.core.errors import InputError
+from blockpilot.core.records import Completion
+from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.decoding.drafter import Drafter, Observation
+from blockpilot.decoding.sampling import choose_tokens
+from blockpilot.engine.runner import TargetRunner
+from blockpilot.engine.scheduler import Scheduler
+from blockpilot.engine.sequence import Sequence
+from blockpilot.engine.speculative_step import speculative_step
+from blockpilot.pilots.base import Pilot
+from blockpilot.text.detokenizer import IncrementalDetokenizer
+from blockpilot.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Update:
+    """News of one request after a step."""
+
+    request_id: int
+    new_text: str
+    completion: Completion | None  # set when the request has finished
+
+
+class Engine:
+    def __init__(
+        self,
+        runner: TargetRunner,
+        tokenizer: Tokenizer,
+        *,
+        drafter: Drafter | None,
+        context_length: int,
+        token_budget: int,
+        eos_token_ids: Iterable[int],
+    ) -> None:
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.drafter = drafter
+        self.context_length = context_length
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.scheduler = Scheduler(token_budget)
+        self._next_id = 0
+        self._shown: dict[int, int] = {}  # request id -> characters already reported
+
+    def add_request(self, prompt_ids: list[int], params: SamplingParams, pilot: Pilot) -> int:
+        self._check_prompt(prompt_ids)
+        if pilot.num_candidates and self.drafter is None:
+            raise InputError(f"pilot {pilot.name!r} needs a drafter, and none is loaded; name one or use the pilot 'ar'")
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        sequence = Sequence(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            params=params,
+            pilot=pilot,
+            eos_token_ids=self.eos_token_ids,
+            max_total=self.context_length,
+            detokenizer=IncrementalDetokenizer(self.tokenizer),
+        )
+        self._shown[request_id] = 0
+        self.scheduler.add(sequence)
+        return request_id
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> list[Update]:
+        """Advance everything by one prefill pass and one decoding step."""
+        while self.scheduler.waiting and self.runner.cache.num_free:
+            self.scheduler.next_waiting().slot = self.runner.cache.reserve()
+        touched: list[Sequence] = []
+        try:
+            chunks = self.scheduler.prefill_chunks()
+            touched = [sequence for sequence, _ in chunks]
+            if chunks:
+                self._prefill(chunks)
+            decoding = [sequence for sequence in self.scheduler.decoding if sequence.finish_reason is None]
+            touched += [sequence for sequence in decoding if sequence not in touched]
+            if decoding:
+                speculative_step(decoding, self.runner, self.drafter)
+        except BaseException:
+            for sequence in touched:
+                self._retire(sequence)
+            raise
+        return [self._report(sequence) for sequence in touched if sequence.output_ids]
+
+    def abort(self, request_id: int) -> Completion | None:
+        """End a request now; its slot is free again. None when it has already left."""
+        sequence = self.scheduler.find(request_id)
+        if sequence is None:
+            return None
+        sequence.abort()
+        self._retire(sequence)
+        return sequence.completion()
+
+    def _prefill(self, chunks: list[tuple[Sequence, list[int]]]) -> None:
+        started = time.perf_counter()
+        tap_layers = self.drafter.tap_layers if self.drafter else ()
+        result = self.runner.prefill([(sequence.slot, chunk) for sequence, chunk in chunks], tap_layers)
+        observations, start = [], 0
+        for row, (sequence, chunk) in enumerate(chunks):
+            taps = None if result.taps is None else result.taps[start : start + len(chunk)]
+            start += len(chunk)
+            if sequence.pilot.num_candidates:
+                observations.append(Observation(sequence.slot, chunk, taps))
+            sequence.num_prefilled += len(chunk)
+            if sequence.is_prefilled:
+                first = choose_tokens(result.logits[row : row + 1], sequence.params, [len(sequence.prompt_ids)])
+                sequence.commit(first.tolist())
+                self.scheduler.start_decoding(sequence)
+        if self.drafter and observations:
+            self.drafter.observe(observations)
+        seconds = time.perf_counter() - started
+        for sequence, _ in chunks:
+            sequence.prefill_seconds += seconds
+
+    def _report(self, sequence: Sequence) -> Update:
+        new_text = sequence.text[self._shown[sequence.request_id] :]
+        self._shown[sequence.request_id] += len(new_text)
+        if sequence.finish_reason is None:
+            return Update(sequence.request_id, new_text, None)
+        self._retire(sequence)
+        return Update(sequence.request_id, new_text, sequence.completion())
+
+    def _retire(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        self._shown.pop(sequence.request_id, None)
+        if sequence.slot >= 0:
+            self.runner.cache.free(sequence.slot)
+            if self.drafter:
+                self.drafter.forget(sequence.slot)
+            sequence.slot = -1
+
+    def _check_prompt(self, prompt_ids: list[int]) -> None:
+        if not prompt_ids:
+            raise InputError("the prompt is empty: give at least one token")
+        if len(prompt_ids) >= self.context_length:
+            raise InputError(
+                f"the prompt has {len(prompt_ids)} tokens and the context holds {self.context_length}, "
+                "answer included: shorten the prompt"
+            )
+        vocab_size = self.runner.decoder.config.vocab_size
+        if not all(0 <= token_id < vocab_size for token_id in prompt_ids):
+            raise InputError(f"the prompt holds token ids outside the vocabulary of {vocab_size}")

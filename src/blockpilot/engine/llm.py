@@ -1,0 +1,149 @@
+"""The public face: load a pair once, then generate.
+
+    llm = LLM("smollm2-135m", drafter="ngram", pilot="fixed:8")
+    print(llm.generate("Why is the sky blue?").text)
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Collection
+from typing import overload
+
+import torch
+
+from blockpilot.core.config import EngineConfig
+from blockpilot.core.errors import InputError
+from blockpilot.core.records import Completion
+from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.decoding.drafter import Drafter
+from blockpilot.engine.assemble import build_drafter
+from blockpilot.engine.engine import Engine, Update
+from blockpilot.engine.runner import TargetRunner
+from blockpilot.models.loading import LoadedTarget, Progress, load_target
+from blockpilot.models.packing import choose_backend, pack_linears
+from blockpilot.pilots.base import Pilot
+from blockpilot.pilots.registry import load_pilot
+
+DEFAULT_TARGET = "smollm2-135m"
+
+
+class LLM:
+    def __init__(
+        self,
+        target: str | LoadedTarget = DEFAULT_TARGET,
+        *,
+        drafter: str | Drafter | None = None,
+        pilot: str | Pilot = "auto",
+        config: EngineConfig | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        device, dtype = _resolve_device(self.config.device), getattr(torch, self.config.dtype)
+        loaded = target if isinstance(target, LoadedTarget) else load_target(target, dtype, progress)
+        self.target_name, self.tokenizer, decoder = loaded.name, loaded.tokenizer, loaded.decoder
+        decoder.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        context_length = _resolve_context(self.config.context_length, decoder.config.context_length)
+        backend = choose_backend(self.config.linear_backend, device, dtype)
+        self.drafter = build_drafter(
+            drafter, decoder, config=self.config, context_length=context_length, device=device, dtype=dtype, backend=backend
+        )
+        pack_linears(decoder, backend)
+        self.pilot = self._resolve_pilot(pilot)
+        runner = TargetRunner(
+            decoder, num_slots=self.config.num_slots, context_length=context_length, device=device, dtype=dtype
+        )
+        self.engine = Engine(
+            runner,
+            self.tokenizer,
+            drafter=self.drafter,
+            context_length=context_length,
+            token_budget=self.config.token_budget,
+            eos_token_ids=self.tokenizer.eos_token_ids or decoder.config.eos_token_ids,
+        )
+
+    @overload
+    def generate(self, prompts: str, params: SamplingParams | None = ..., *, pilot: str | Pilot | None = ..., is_raw: bool = ...) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Collection[str | list[int]],
+        params: SamplingParams | Collection[SamplingParams] | None = ...,
+        *,
+        pilot: str | Pilot | Collection[Pilot] | None = ...,
+        is_raw: bool = ...,
+    ) -> list[Completion]: ...
+
+    def generate(self, prompts, params=None, *, pilot=None, is_raw=False):  # type: ignore[no-untyped-def]
+        """Answer one prompt or many at once. A prompt is text, or token ids; `params` and `pilot` are one or one each.
+
+        Text goes through the chat template unless `is_raw`.
+        """
+        if isinstance(prompts, str):
+            return self.generate([prompts], params, pilot=pilot, is_raw=is_raw)[0]
+        all_params = _one_each(params or SamplingParams(), len(prompts), "params")
+        pilots = _one_each(self.pilot if pilot is None else pilot, len(prompts), "pilots")
+        prompt_ids = [self._encode(prompt, is_raw=is_raw) for prompt in prompts]
+        request_ids: list[int] = []
+        finished: dict[int, Completion] = {}
+        try:
+            for ids, one, chosen in zip(prompt_ids, all_params, pilots, strict=True):
+                request_ids.append(self.engine.add_request(ids, one, self._resolve_pilot(chosen)))
+            while len(finished) < len(request_ids):
+                finished |= {u.request_id: u.completion for u in self.engine.step() if u.completion is not None}
+        finally:
+            self._abort(request_ids)
+        return [finished[request_id] for request_id in request_ids]
+
+    def stream(
+        self, prompt: str | list[int], params: SamplingParams | None = None, *, pilot: str | Pilot | None = None, is_raw: bool = False
+    ) -> Iterator[Update]:
+        """Yield text as it becomes final; the last update carries the completion. Closing the iterator aborts."""
+        chosen = self._resolve_pilot(self.pilot if pilot is None else pilot)
+        request_id = self.engine.add_request(self._encode(prompt, is_raw=is_raw), params or SamplingParams(), chosen)
+        try:
+            is_finished = False
+            while not is_finished:
+                for update in self.engine.step():
+                    if update.request_id == request_id:
+                        yield update
+                        is_finished = update.completion is not None
+        finally:
+            self._abort([request_id])
+
+    def _encode(self, prompt: str | list[int], *, is_raw: bool) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        if not prompt.strip():
+            raise InputError("the prompt is empty: write something to answer")
+        return self.tokenizer.encode(prompt) if is_raw else self.tokenizer.encode_chat(prompt)
+
+    def _resolve_pilot(self, pilot: str | Pilot) -> Pilot:
+        return load_pilot(pilot, has_drafter=self.drafter is not None) if isinstance(pilot, str) else pilot
+
+    def _abort(self, request_ids: list[int]) -> None:
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+
+
+def _resolve_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"unknown device {name!r}: use cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("device cuda was asked for, but PyTorch sees no GPU here: use --device cpu")
+    return device
+
+
+def _resolve_context(requested: int | None, limit: int) -> int:
+    if requested is not None and requested > limit:
+        raise InputError(f"context_length {requested} is beyond the target's {limit}")
+    return requested or limit
+
+
+def _one_each(value, count: int, what: str) -> list:  # type: ignore[no-untyped-def, type-arg]
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise InputError(f"{count} prompts but {len(value)} {what}: give one, or one each")
+    return list(value)

@@ -1,0 +1,64 @@
+"""Runs the target: packs the tokens of all requests into one pass and reads back logits and taps."""
+
+from collections.abc import Sequence as Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockpilot.cache.attention import RaggedAttention, Segment
+from blockpilot.cache.slots import SlotCache
+from blockpilot.core.config import MAX_TREE_NODES
+from blockpilot.core.tree import DraftTree
+from blockpilot.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class PassResult:
+    logits: Tensor  # [rows, V]: every token after a verify, one row per request after a prefill
+    taps: Tensor | None  # [N, num_taps * H], all packed tokens
+
+
+class TargetRunner:
+    def __init__(self, decoder: Decoder, *, num_slots: int, context_length: int, device: torch.device, dtype: torch.dtype) -> None:
+        config = decoder.config
+        self.decoder = decoder
+        self.device = device
+        self.cache = SlotCache(
+            num_layers=config.num_layers,
+            num_slots=num_slots,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            capacity=context_length + MAX_TREE_NODES,
+            dtype=dtype,
+            device=device,
+        )
+
+    @torch.inference_mode()
+    def prefill(self, chunks: Collection[tuple[int, list[int]]], tap_layers: Collection[int]) -> PassResult:
+        """Append prompt chunks (slot, token ids); logits of each chunk's last token."""
+        token_ids = [token_id for _, ids in chunks for token_id in ids]
+        positions = [self.cache.lengths[slot] + i for slot, ids in chunks for i in range(len(ids))]
+        attend = RaggedAttention(self.cache, [Segment(slot, len(ids)) for slot, ids in chunks])
+        hidden, taps = self._forward(token_ids, positions, attend, tap_layers)
+        last_rows = torch.tensor([len(ids) for _, ids in chunks], device=self.device).cumsum(0) - 1
+        for slot, ids in chunks:
+            self.cache.keep(slot, range(len(ids)))
+        return PassResult(self.decoder.logits(hidden[last_rows]), taps)
+
+    @torch.inference_mode()
+    def verify(self, trees: Collection[tuple[int, DraftTree]], tap_layers: Collection[int]) -> PassResult:
+        """Run every tree (slot, tree) behind its slot's committed rows; logits of every node, packed in order."""
+        token_ids = [token_id for _, tree in trees for token_id in tree.token_ids]
+        positions = [self.cache.lengths[slot] + depth for slot, tree in trees for depth in tree.depths]
+        segments = [
+            Segment(slot, len(tree), None if tree.is_chain else tree.ancestor_matrix()) for slot, tree in trees
+        ]
+        hidden, taps = self._forward(token_ids, positions, RaggedAttention(self.cache, segments), tap_layers)
+        return PassResult(self.decoder.logits(hidden), taps)
+
+    def _forward(
+        self, token_ids: list[int], positions: list[int], attend: RaggedAttention, tap_layers: Collection[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        ids = torch.tensor(token_ids, device=self.device)
+        return self.decoder(ids, torch.tensor(positions, device=self.device), attend, tap_layers)

@@ -1,0 +1,101 @@
+"""One request on its way through the engine. `commit` is the only place where an answer grows."""
+
+import time
+from dataclasses import dataclass, field
+
+from blockpilot.core.records import Completion, StepRecord
+from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.pilots.base import Pilot, PilotInputs
+from blockpilot.text.detokenizer import IncrementalDetokenizer
+from blockpilot.text.stops import StopMatcher
+
+
+@dataclass(kw_only=True, eq=False)
+class Sequence:
+    request_id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    pilot: Pilot
+    eos_token_ids: frozenset[int]
+    max_total: int  # prompt and answer together: the context limit
+    detokenizer: IncrementalDetokenizer
+    arrived: float = field(default_factory=time.perf_counter)
+    slot: int = -1
+    num_prefilled: int = 0
+    output_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    steps: list[StepRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._stops = StopMatcher(self.params.stop)
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.num_prefilled == len(self.prompt_ids)
+
+    @property
+    def anchor_id(self) -> int:
+        return self.output_ids[-1]
+
+    @property
+    def anchor_position(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids) - 1
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens the answer may still gain."""
+        by_limit = self.params.max_new_tokens - len(self.output_ids)
+        return min(by_limit, self.max_total - len(self.prompt_ids) - len(self.output_ids))
+
+    def pilot_inputs(self, *, batch_size: int, max_block_size: int, trained_block_size: int) -> PilotInputs:
+        return PilotInputs(
+            num_steps=len(self.steps),
+            context_length=self.anchor_position,
+            batch_size=batch_size,
+            max_block_size=max(1, min(max_block_size, self.num_remaining)),
+            trained_block_size=trained_block_size,
+            temperature=self.params.temperature,
+            last_emitted=self.steps[-1].emitted if self.steps else 0,
+        )
+
+    def commit(self, token_ids: list[int] | tuple[int, ...]) -> int:
+        """Append tokens up to the one that ends the answer; returns how many were taken."""
+        for count, token_id in enumerate(token_ids, start=1):
+            self.output_ids.append(token_id)
+            self.text += self._stops.push(self.detokenizer.push(token_id))
+            self.finish_reason = self._find_end(token_id)
+            if self.finish_reason:
+                self._close_text()
+                return count
+        return len(token_ids)
+
+    def _find_end(self, token_id: int) -> str | None:
+        is_eos = token_id in self.eos_token_ids and not self.params.ignore_eos
+        if is_eos or token_id in self.params.stop_token_ids or self._stops.is_stopped:
+            return "stop"
+        return "length" if self.num_remaining <= 0 else None
+
+    def _close_text(self) -> None:
+        if not self._stops.is_stopped:
+            self.text += self._stops.push(self.detokenizer.flush()) + self._stops.flush()
+            if self._stops.is_stopped:
+                self.finish_reason = "stop"
+
+    def abort(self) -> None:
+        if self.finish_reason is None:
+            self.finish_reason = "abort"
+            self._close_text()
+
+    def completion(self) -> Completion:
+        return Completion(
+            text=self.text,
+            token_ids=list(self.output_ids),
+            num_prompt_tokens=len(self.prompt_ids),
+            finish_reason=self.finish_reason or "abort",
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=self.decode_seconds,
+            steps=list(self.steps),
+        )

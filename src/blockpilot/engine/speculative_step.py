@@ -1,0 +1,145 @@
+"""THE decode loop body. Every method, from plain decoding to adaptive trees, is this one step.
+
+    choose   each request's pilot picks a draft size (0: plain decoding)
+    draft    one batched drafter pass for all requests that draft
+    select   the pilot picks the nodes to check: the draft tree
+    verify   one target pass over all trees
+    accept   walk each tree along the target's own tokens
+    commit   the answer grows, the cache keeps the accepted path, the drafter sees what was kept
+
+Requests in one step may differ in prompt length, draft size, tree shape, pilot and sampling.
+"""
+
+import time
+from collections.abc import Sequence as Collection
+
+from torch import Tensor
+
+from blockpilot.core.candidates import Candidates
+from blockpilot.core.config import MAX_TREE_NODES
+from blockpilot.core.records import StepRecord
+from blockpilot.core.tree import DraftTree
+from blockpilot.decoding.drafter import Drafter, DraftRequest, Observation
+from blockpilot.decoding.sampling import choose_tokens
+from blockpilot.decoding.verification import Acceptance, accept
+from blockpilot.engine.runner import TargetRunner
+from blockpilot.engine.sequence import Sequence
+from blockpilot.pilots.base import PilotInputs
+
+
+def speculative_step(sequences: Collection[Sequence], runner: TargetRunner, drafter: Drafter | None) -> None:
+    """Advance every sequence by one step; finished ones carry a finish_reason afterwards."""
+    started = time.perf_counter()
+    inputs = [_inputs(sequence, drafter, len(sequences)) for sequence in sequences]
+    sizes = [_draft_size(sequence, given) for sequence, given in zip(sequences, inputs, strict=True)]
+    chosen = time.perf_counter()
+    candidates = _draft(sequences, sizes, drafter)
+    drafted = time.perf_counter()
+    trees = [_select(*row) for row in zip(sequences, inputs, candidates, strict=True)]
+    selected = time.perf_counter()
+    result = runner.verify(
+        [(sequence.slot, tree) for sequence, tree in zip(sequences, trees, strict=True)],
+        drafter.tap_layers if drafter and any(sequence.pilot.num_candidates for sequence in sequences) else (),
+    )
+    acceptances = _accept(sequences, trees, result.logits)
+    verified = time.perf_counter()
+    counts = [_commit(sequence, acceptance, runner) for sequence, acceptance in zip(sequences, acceptances, strict=True)]
+    _observe(sequences, trees, acceptances, result.taps, drafter)
+    seconds = time.perf_counter() - started
+    for sequence, size, tree, count in zip(sequences, sizes, trees, counts, strict=True):
+        sequence.decode_seconds += seconds
+        sequence.steps.append(
+            StepRecord(
+                block_size=size,
+                verify_size=len(tree),
+                emitted=count,
+                draft_seconds=drafted - chosen,
+                verify_seconds=verified - selected,
+                pilot_seconds=(chosen - started) + (selected - drafted),
+            )
+        )
+
+
+def _inputs(sequence: Sequence, drafter: Drafter | None, batch_size: int) -> PilotInputs:
+    return sequence.pilot_inputs(
+        batch_size=batch_size,
+        max_block_size=drafter.max_block_size if drafter else 1,
+        trained_block_size=drafter.block_size if drafter else 1,
+    )
+
+
+def _draft_size(sequence: Sequence, inputs: PilotInputs) -> int:
+    """The pilot's block size within this step's limits; 1 means plain decoding."""
+    return max(1, min(sequence.pilot.choose(inputs), inputs.max_block_size))
+
+
+def _draft(
+    sequences: Collection[Sequence], sizes: Collection[int], drafter: Drafter | None
+) -> list[Candidates | None]:
+    rows = [index for index, size in enumerate(sizes) if size > 1]
+    found: list[Candidates | None] = [None] * len(sequences)
+    if drafter is None or not rows:
+        return found
+    requests = [
+        DraftRequest(
+            slot=sequences[row].slot,
+            anchor_id=sequences[row].anchor_id,
+            position=sequences[row].anchor_position,
+            block_size=sizes[row],
+            num_candidates=sequences[row].pilot.num_candidates,
+            params=sequences[row].params,
+        )
+        for row in rows
+    ]
+    for row, proposal in zip(rows, drafter.propose(requests), strict=True):
+        found[row] = proposal
+    return found
+
+
+def _select(sequence: Sequence, inputs: PilotInputs, candidates: Candidates | None) -> DraftTree:
+    nodes = sequence.pilot.select(inputs, candidates) if candidates is not None else []
+    return DraftTree.build(sequence.anchor_id, nodes[:MAX_TREE_NODES])
+
+
+def _accept(sequences: Collection[Sequence], trees: Collection[DraftTree], logits: Tensor) -> list[Acceptance]:
+    """The target's token after every node, then the walk. The only place that waits for the device."""
+    if all(sequence.params.is_greedy for sequence in sequences):
+        target_ids = logits.argmax(dim=-1).tolist()
+    else:
+        target_ids, start = [], 0
+        for sequence, tree in zip(sequences, trees, strict=True):
+            positions = [sequence.anchor_position + depth + 1 for depth in tree.depths]
+            rows = logits[start : start + len(tree)]
+            target_ids += choose_tokens(rows, sequence.params, positions).tolist()
+            start += len(tree)
+    acceptances, start = [], 0
+    for tree in trees:
+        acceptances.append(accept(tree, target_ids[start : start + len(tree)]))
+        start += len(tree)
+    return acceptances
+
+
+def _commit(sequence: Sequence, acceptance: Acceptance, runner: TargetRunner) -> int:
+    runner.cache.keep(sequence.slot, acceptance.path)
+    return sequence.commit(acceptance.emitted_ids)
+
+
+def _observe(
+    sequences: Collection[Sequence],
+    trees: Collection[DraftTree],
+    acceptances: Collection[Acceptance],
+    taps: Tensor | None,
+    drafter: Drafter | None,
+) -> None:
+    """Tell the drafter of the tokens whose keys and values were kept: the old anchor and the accepted nodes."""
+    if drafter is None:
+        return
+    observations, start = [], 0
+    for sequence, tree, acceptance in zip(sequences, trees, acceptances, strict=True):
+        if sequence.finish_reason is None and sequence.pilot.num_candidates:
+            rows = [start + node for node in acceptance.path]
+            token_ids = [tree.token_ids[node] for node in acceptance.path]
+            observations.append(Observation(sequence.slot, token_ids, None if taps is None else taps[rows]))
+        start += len(tree)
+    if observations:
+        drafter.observe(observations)

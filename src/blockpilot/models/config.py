@@ -1,0 +1,148 @@
+"""Shapes of the models we run, read from Hugging Face configs.
+
+One `DecoderConfig` describes Llama, Qwen3 and Qwen3-MoE by switches, and the layers of a DFlash drafter too. Reading is
+strict about what we cannot run: an unsupported option is an error that names the key, never a silent approximation.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from blockpilot.core.errors import InputError
+
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding: base frequency and, for Llama 3, its long-context scaling."""
+
+    theta: float
+    kind: str = "default"  # default, linear, llama3
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context_length: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    num_experts: int
+    num_active: int
+    intermediate_size: int
+    is_normalized: bool
+    dense_layers: tuple[int, ...] = ()  # layers that keep the plain MLP
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    architecture: str  # llama, qwen3, qwen3_moe
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    context_length: int
+    rope: RopeConfig
+    is_tied: bool
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    moe: MoeConfig | None = None
+
+    @property
+    def has_qk_norm(self) -> bool:
+        return self.architecture != "llama"
+
+
+def parse_decoder_config(raw: dict[str, Any], where: str) -> DecoderConfig:
+    """A Hugging Face config.json as DecoderConfig; `where` names the file in errors."""
+    names = raw.get("architectures") or []
+    architecture = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
+    if architecture is None:
+        raise InputError(f"{where}: architecture {names or raw.get('model_type')} is not supported; known: {', '.join(ARCHITECTURES)}")
+    return DecoderConfig(
+        architecture=architecture,
+        is_tied=bool(raw.get("tie_word_embeddings", False)),
+        eos_token_ids=_as_ids(raw.get("eos_token_id")),
+        bos_token_id=raw.get("bos_token_id"),
+        moe=_parse_moe(raw, where) if architecture == "qwen3_moe" else None,
+        **parse_layer_shapes(raw, where),
+    )
+
+
+def parse_layer_shapes(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """The keys that targets and drafters share."""
+    _refuse_unsupported(raw, where)
+    try:
+        num_heads = int(raw["num_attention_heads"])
+        hidden_size = int(raw["hidden_size"])
+        shapes = {
+            "vocab_size": int(raw["vocab_size"]),
+            "hidden_size": hidden_size,
+            "intermediate_size": int(raw["intermediate_size"]),
+            "num_layers": int(raw["num_hidden_layers"]),
+            "num_heads": num_heads,
+            "num_kv_heads": int(raw.get("num_key_value_heads") or num_heads),
+            "head_dim": int(raw.get("head_dim") or hidden_size // num_heads),
+            "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+            "context_length": int(raw["max_position_embeddings"]),
+        }
+    except KeyError as error:
+        raise InputError(f"{where}: key {error.args[0]!r} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where}: {error}") from error
+    if shapes["num_heads"] % shapes["num_kv_heads"]:
+        raise InputError(f"{where}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {shapes['num_kv_heads']}")
+    return shapes | {"rope": _parse_rope(raw, where)}
+
+
+def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if raw.get(key):
+            raise InputError(f"{where}: {key}={raw[key]!r} is not supported (only false)")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise InputError(f"{where}: hidden_act={raw['hidden_act']!r} is not supported (only 'silu')")
+
+
+def _parse_rope(raw: dict[str, Any], where: str) -> RopeConfig:
+    # transformers 5 writes rope_parameters; older files write rope_theta and rope_scaling
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ("default", "linear", "llama3"):
+        raise InputError(f"{where}: rope type {kind!r} is not supported; known: default, linear, llama3")
+    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=float(scaling.get("factor", 1.0)),
+        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
+        original_context_length=int(scaling.get("original_max_position_embeddings", 8192)),
+    )
+
+
+def _parse_moe(raw: dict[str, Any], where: str) -> MoeConfig:
+    try:
+        num_layers = int(raw["num_hidden_layers"])
+        step = int(raw.get("decoder_sparse_step", 1))
+        plain = set(raw.get("mlp_only_layers") or [])
+        return MoeConfig(
+            # transformers 5 writes num_local_experts
+            num_experts=int(raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"]),
+            num_active=int(raw["num_experts_per_tok"]),
+            intermediate_size=int(raw["moe_intermediate_size"]),
+            is_normalized=bool(raw.get("norm_topk_prob", False)),
+            dense_layers=tuple(i for i in range(num_layers) if i in plain or (i + 1) % step),
+        )
+    except KeyError as error:
+        raise InputError(f"{where}: key {error.args[0]!r} is missing") from error
+
+
+def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

@@ -1,0 +1,173 @@
+"""DFlash checkpoints: the z-lab format that vLLM and SGLang load (read and write), and the speculators format (read).
+
+No embedding and no head are stored: the drafter uses its target's. We add one optional tensor, `draft_token_ids`: the
+rows of the target's head that the drafter looks at, because on a CPU the full head costs as much as the draft itself.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockpilot.core.errors import InputError
+from blockpilot.core.files import ensure_folder, write_text
+from blockpilot.models.config import DecoderConfig, parse_layer_shapes
+from blockpilot.models.dflash import DFlash, DFlashConfig
+from blockpilot.models.hf_config import layer_shapes_dict
+from blockpilot.models.hub import resolve_folder
+from blockpilot.models.tensor_files import read_safetensors_folder, write_safetensors_folder
+from blockpilot.models.weights import (
+    NameTable,
+    Source,
+    assemble,
+    decoder_layer_names,
+    disassemble,
+    read_config,
+    restore_rotary,
+)
+
+ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
+HEAD_ROWS = "draft_token_ids"
+_UNSUPPORTED = ("use_swa", "causal", "is_causal", "final_logit_softcapping")
+_UNIT_SCALES = ("input_embedding_scale", "output_multiplier")
+
+
+def load_dflash(spec: str, dtype: torch.dtype) -> DFlash:
+    """A drafter from a local folder or hub id."""
+    folder = resolve_folder(spec, what="drafter")
+    config = parse_dflash_config(read_config(folder / "config.json"), str(folder / "config.json"))
+    tensors = read_safetensors_folder(folder)
+    with torch.device("meta"):
+        model = DFlash(config)
+    table = dflash_names(config)
+    assemble(model, table=table, tensors=tensors, where=str(folder), dtype=dtype, ignored=(HEAD_ROWS,))
+    restore_rotary(model, config.layers)
+    if HEAD_ROWS in tensors:
+        model.draft_token_ids = _check_head_rows(tensors[HEAD_ROWS], config, str(folder))
+    return model.eval()
+
+
+def save_dflash(model: DFlash, folder: Path) -> None:
+    """Write config.json and model.safetensors in the z-lab format."""
+    ensure_folder(folder)
+    tensors = disassemble(model, dflash_names(model.config))
+    if model.draft_token_ids is not None:
+        tensors[HEAD_ROWS] = model.draft_token_ids
+    write_safetensors_folder(folder, tensors)
+    raw = dflash_config_dict(model.config, model.norm.weight.dtype)
+    write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+
+
+def dflash_names(config: DFlashConfig) -> NameTable:
+    """Which checkpoint tensors make up each parameter."""
+    same = ["fc.weight", "hidden_norm.weight", "norm.weight"]
+    table: NameTable = {}
+    for index in range(config.layers.num_layers):
+        table |= decoder_layer_names("", index, config.layers)
+        if config.is_second_generation:
+            convs = [f"layers.{index}.{name}" for name in ("attention_conv", "mlp_conv")]
+            same += [f"{conv}.{part}" for conv in convs for part in ("base_kernel", "kernel_projection.weight")]
+    if config.selector_rank:
+        parts = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
+        same += [f"candidate_selector.{part}" for part in parts]
+    return table | {name: [Source(name)] for name in same}
+
+
+def parse_dflash_config(raw: dict[str, Any], where: str) -> DFlashConfig:
+    names = raw.get("architectures") or []
+    if not any(name in ARCHITECTURES for name in names):
+        raise InputError(f"{where}: {names} is no DFlash drafter; known: {', '.join(ARCHITECTURES)}")
+    if raw.get("speculators_model_type"):
+        raw = _from_speculators(raw, where)
+    options = raw.get("dflash_config") or {}
+    _refuse_unsupported(options, where)
+    try:
+        return DFlashConfig(
+            layers=DecoderConfig(architecture="qwen3", is_tied=True, **parse_layer_shapes(raw, where)),
+            block_size=int(raw.get("block_size") or options["block_size"]),
+            mask_token_id=int(options["mask_token_id"]),
+            tap_layers=tuple(options["target_layer_ids"]),
+            num_target_layers=int(raw["num_target_layers"]),
+            conv_kernel_size=int(options.get("conv_kernel_size", 0)),
+            conv_group_size=int(options.get("conv_group_size", 16)),
+            selector_rank=int(options.get("selector_rank", 0)),
+            selector_top_k=int(options.get("selector_top_k", 16)),
+        )
+    except KeyError as error:
+        raise InputError(f"{where}: key {error.args[0]!r} is missing") from error
+
+
+def dflash_config_dict(config: DFlashConfig, dtype: torch.dtype) -> dict[str, Any]:
+    shapes = config.layers
+    options: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.tap_layers)}
+    if config.is_second_generation:
+        options |= {"conv_kernel_size": config.conv_kernel_size, "conv_group_size": config.conv_group_size}
+    if config.selector_rank:
+        options |= {"selector_rank": config.selector_rank, "selector_top_k": config.selector_top_k}
+    is_second = config.is_second_generation or config.selector_rank
+    return {
+        "architectures": ["DFlash2DraftModel" if is_second else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": config.block_size,
+        "num_target_layers": config.num_target_layers,
+        "dflash_config": options,
+        "dtype": str(dtype).removeprefix("torch."),
+        "layer_types": ["full_attention"] * shapes.num_layers,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "max_window_layers": shapes.num_layers,
+        "tie_word_embeddings": True,
+        "bos_token_id": shapes.bos_token_id,
+        "eos_token_id": shapes.eos_token_ids[0] if shapes.eos_token_ids else None,
+        **layer_shapes_dict(shapes),
+    }
+
+
+def check_fit(drafter: DFlashConfig, target: DecoderConfig, name: str) -> None:
+    """A drafter must have been made for this target; names the first field that says otherwise, and both values."""
+    pairs = {
+        "hidden_size": (drafter.layers.hidden_size, target.hidden_size),
+        "vocab_size": (drafter.layers.vocab_size, target.vocab_size),
+        "num_target_layers": (drafter.num_target_layers, target.num_layers),
+    }
+    for field, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise InputError(f"drafter {name} does not fit its target: {field} is {ours} in the drafter and {theirs} in the target")
+    beyond = [layer for layer in drafter.tap_layers if not 0 <= layer < target.num_layers]
+    if beyond:
+        raise InputError(f"drafter {name} does not fit its target: target_layer_ids {beyond} of {target.num_layers} layers")
+    if not 0 <= drafter.mask_token_id < target.vocab_size:
+        raise InputError(f"drafter {name}: mask_token_id {drafter.mask_token_id} lies outside the vocabulary of {target.vocab_size}")
+
+
+def _refuse_unsupported(options: dict[str, Any], where: str) -> None:
+    for key in _UNSUPPORTED:
+        if options.get(key):
+            raise InputError(f"{where}: dflash_config.{key}={options[key]!r} is not supported")
+    for key in _UNIT_SCALES:
+        if options.get(key) not in (None, 1, 1.0):
+            raise InputError(f"{where}: dflash_config.{key}={options[key]!r} is not supported (only 1)")
+
+
+def _from_speculators(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """The speculators layout in z-lab words; its layer ids count the embedding as layer 0."""
+    if raw.get("draft_vocab_size") not in (None, raw.get("transformer_layer_config", {}).get("vocab_size")):
+        raise InputError(f"{where}: a reduced draft vocabulary (draft_vocab_size) is not supported in this format")
+    try:
+        shapes = dict(raw["transformer_layer_config"])
+        taps = [layer - 1 for layer in raw["aux_hidden_state_layer_ids"]]
+        options = {"mask_token_id": raw["mask_token_id"], "target_layer_ids": taps}
+        num_target_layers = raw.get("num_target_layers") or shapes["num_target_layers"]
+        return shapes | {"block_size": raw["block_size"], "num_target_layers": num_target_layers, "dflash_config": options}
+    except KeyError as error:
+        raise InputError(f"{where}: key {error.args[0]!r} is missing") from error
+
+
+def _check_head_rows(rows: Tensor, config: DFlashConfig, where: str) -> Tensor:
+    if rows.dtype != torch.int64 or rows.dim() != 1 or not len(rows):
+        raise InputError(f"{where}: {HEAD_ROWS} must be a list of 64-bit token ids")
+    if int(rows.min()) < 0 or int(rows.max()) >= config.layers.vocab_size:
+        raise InputError(f"{where}: {HEAD_ROWS} names ids outside the vocabulary of {config.layers.vocab_size}")
+    return rows

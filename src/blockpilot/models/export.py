@@ -1,0 +1,85 @@
+"""A target written as a Hugging Face folder, for `transformers`, vLLM, SGLang and training tools.
+
+The folder appears whole or not at all: it is written beside its place and renamed at the end. A small marker file tells
+our exports apart from folders that somebody else filled, which are never touched.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockpilot.core.errors import BlockPilotError, InputError
+from blockpilot.core.files import ensure_folder, write_text
+from blockpilot.models.loading import LoadedTarget, load_target
+from blockpilot.models.weights import save_decoder_folder
+from blockpilot.models.wheel_download import Progress
+
+MARKER = "blockpilot_export.json"
+
+
+def export_target(spec: str, out: Path, progress: Progress | None = None) -> Path:
+    """Write any target that we can load as a folder of fp32 weights, configuration and tokenizer."""
+    check_destination(out)
+    target = load_target(spec, torch.float32, progress)
+    parent = ensure_folder(out.absolute().parent)
+    try:
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=parent))
+    except OSError as error:
+        raise InputError(f"cannot write in folder {parent}: {error.strerror}; choose another place") from error
+    try:
+        _write_files(target, temporary)
+        temporary.chmod(0o755)
+        _take_place(temporary, out)
+    except OSError as error:
+        raise BlockPilotError(f"cannot write {out}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return out
+
+
+def check_destination(out: Path) -> None:
+    """Refuse to overwrite what is not an earlier export."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise InputError(f"{out} exists and is not a folder; choose another place")
+    if any(out.iterdir()) and not (out / MARKER).is_file():
+        raise InputError(f"{out} is not empty and not an earlier export; choose another folder")
+
+
+def _write_files(target: LoadedTarget, folder: Path) -> None:
+    save_decoder_folder(target.decoder, folder)
+    target.tokenizer.save(folder)
+    write_text(folder / "generation_config.json", json.dumps(_generation_config(target), indent=2) + "\n")
+    write_text(folder / MARKER, json.dumps({"source": target.name}, indent=2) + "\n")
+
+
+def _generation_config(target: LoadedTarget) -> dict[str, Any]:
+    tokenizer, ends = target.tokenizer, list(target.tokenizer.eos_token_ids)
+    padding = tokenizer.special_tokens.get("pad_token")
+    values = {
+        "bos_token_id": target.decoder.config.bos_token_id,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": tokenizer.backend.token_to_id(padding) if padding else None,
+    }
+    return {"do_sample": False} | {key: value for key, value in values.items() if value is not None}
+
+
+def _take_place(temporary: Path, out: Path) -> None:
+    """Move the new folder in; an earlier export steps aside first and is removed last."""
+    if not out.exists():
+        os.replace(temporary, out)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=temporary.parent))
+    try:
+        os.replace(out, aside / "old")
+        os.replace(temporary, out)
+    finally:
+        if not out.exists() and (aside / "old").exists():
+            os.replace(aside / "old", out)
+        shutil.rmtree(aside, ignore_errors=True)

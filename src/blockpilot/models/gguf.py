@@ -1,0 +1,203 @@
+"""GGUF files: one file with weights (mostly quantized), configuration and tokenizer.
+
+The tensors are offered under their Hugging Face names, dequantized when asked for, so that `build_decoder` checks and
+fuses them like any other checkpoint. Two conventions differ: llama.cpp interleaves the rows of q and k for the `llama`
+architecture, and it stores Llama 3's rotary scaling as precomputed factors.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blockpilot.core.errors import InputError
+from blockpilot.models.config import DecoderConfig, MoeConfig
+from blockpilot.models.decoder import Decoder
+from blockpilot.models.gguf_rope import rope_from_gguf
+from blockpilot.models.weights import build_decoder
+from blockpilot.text.tokenizer import Tokenizer
+
+MAGIC = b"GGUF"
+ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+def load_decoder_gguf(path: Path, dtype: torch.dtype) -> tuple[Decoder, Tokenizer]:
+    reader = _open(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    tokenizer = Tokenizer.from_gguf(fields, str(path))
+    tensors = GgufTensors(reader, path)
+    config = _parse_config(fields, tensors, eos_token_ids=tokenizer.eos_token_ids, where=str(path))
+    if config.architecture == "llama":
+        tensors.interleaved_heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    return build_decoder(config, tensors, where=str(path), dtype=dtype), tokenizer
+
+
+def _open(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+        if magic != MAGIC:
+            raise InputError(f"{path} is not a GGUF file (it starts with {magic!r})")
+        reader = _reader_class()(path)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise InputError(f"{path} is truncated or damaged ({error}); fetch it again") from error
+    size = path.stat().st_size
+    end = max((tensor.data_offset + tensor.n_bytes for tensor in reader.tensors), default=0)
+    if end > size:
+        raise InputError(f"{path} is truncated: {size} bytes, its tensors need {end}; fetch it again")
+    return reader
+
+
+def _reader_class() -> Any:
+    import gguf
+
+    class Reader(gguf.GGUFReader):
+        """Slices a plain array: slicing a memmap hundreds of thousands of times costs seconds."""
+
+        def _get(self, *arguments: Any, **options: Any) -> Any:
+            if isinstance(self.data, np.memmap):
+                self.data: Any = self.data.view(np.ndarray)
+            return super()._get(*arguments, **options)
+
+    return Reader
+
+
+class GgufTensors(Mapping[str, Tensor]):
+    """Hugging Face name -> float32 tensor, dequantized when asked for."""
+
+    def __init__(self, reader: Any, path: Path) -> None:
+        self._path = path
+        self._sources: dict[str, tuple[Any, int | None]] = {}  # name -> tensor of the file, expert in it
+        self.interleaved_heads: dict[str, int] = {}  # projection -> heads, where rows are in llama.cpp's order
+        self.rope_factors: Tensor | None = None
+        for tensor in reader.tensors:
+            if tensor.name == ROPE_FACTORS:
+                self.rope_factors = self._dequantize(tensor, None)
+            else:
+                self._add(tensor)
+
+    def _add(self, tensor: Any) -> None:
+        stem = tensor.name.removesuffix(".weight")
+        kind, _, rest = stem.partition(".")
+        index, _, leaf = rest.partition(".")
+        if leaf in EXPERT_NAMES and kind == "blk":
+            for expert in range(int(tensor.shape[-1])):
+                name = f"model.layers.{index}.mlp.experts.{expert}.{EXPERT_NAMES[leaf]}.weight"
+                self._sources[name] = (tensor, expert)
+        elif leaf in LAYER_NAMES and kind == "blk" and tensor.name.endswith(".weight"):
+            self._sources[f"model.layers.{index}.{LAYER_NAMES[leaf]}.weight"] = (tensor, None)
+        else:  # an unknown name stays as it is, to be reported as unexpected
+            known = tensor.name.endswith(".weight") and stem in TOP_NAMES
+            self._sources[f"{TOP_NAMES[stem]}.weight" if known else tensor.name] = (tensor, None)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._dequantize(*self._sources[name])
+        num_heads = self.interleaved_heads.get(name.split(".")[-2])
+        return restore_row_order(tensor, num_heads) if num_heads else tensor
+
+    def _dequantize(self, tensor: Any, expert: int | None) -> Tensor:
+        import gguf
+
+        data = tensor.data if expert is None else tensor.data[expert]
+        try:
+            values = gguf.dequantize(data, tensor.tensor_type)
+        except NotImplementedError as error:
+            kind = tensor.tensor_type.name
+            raise InputError(f"{self._path}: tensor {tensor.name} has type {kind}, which is not supported") from error
+        values = np.asarray(values, dtype=np.float32)
+        return torch.from_numpy(values if values.flags.writeable else values.copy())  # torch wants no read-only memory
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+
+def restore_row_order(weight: Tensor, num_heads: int) -> Tensor:
+    """llama.cpp pairs neighbouring rows for its rotary embedding; ours pairs row i with row i + D/2 of the head."""
+    rows = weight.shape[0]
+    halves = weight.reshape(num_heads, rows // num_heads // 2, 2, -1)
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def _parse_config(
+    fields: Mapping[str, Any], tensors: GgufTensors, *, eos_token_ids: tuple[int, ...], where: str
+) -> DecoderConfig:
+    name = fields.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise InputError(f"{where}: architecture {name!r} is not supported; known: {', '.join(ARCHITECTURES)}")
+    settings = {key.removeprefix(f"{name}."): value for key, value in fields.items() if key.startswith(f"{name}.")}
+    try:
+        shapes = _parse_shapes(settings)
+        moe = _parse_moe(settings) if name == "qwen3moe" else None
+    except KeyError as error:
+        raise InputError(f"{where}: field {name}.{error.args[0]} is missing") from error
+    _refuse_unsupported(settings, name=name, head_dim=shapes["head_dim"], where=where)
+    rope = rope_from_gguf(settings, head_dim=shapes["head_dim"], factors=tensors.rope_factors, where=where)
+    return DecoderConfig(
+        architecture=ARCHITECTURES[name],
+        vocab_size=len(fields["tokenizer.ggml.tokens"]),
+        is_tied="lm_head.weight" not in tensors,
+        rope=rope,
+        moe=moe,
+        eos_token_ids=eos_token_ids,
+        bos_token_id=fields.get("tokenizer.ggml.bos_token_id"),
+        **shapes,
+    )
+
+
+def _parse_shapes(settings: Mapping[str, Any]) -> dict[str, Any]:
+    num_heads = int(settings["attention.head_count"])
+    hidden_size = int(settings["embedding_length"])
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": int(settings["feed_forward_length"]),
+        "num_layers": int(settings["block_count"]),
+        "num_heads": num_heads,
+        "num_kv_heads": int(settings.get("attention.head_count_kv", num_heads)),
+        "head_dim": int(settings.get("attention.key_length", hidden_size // num_heads)),
+        "norm_eps": float(settings["attention.layer_norm_rms_epsilon"]),
+        "context_length": int(settings["context_length"]),
+    }
+
+
+def _parse_moe(settings: Mapping[str, Any]) -> MoeConfig:
+    return MoeConfig(
+        num_experts=int(settings["expert_count"]),
+        num_active=int(settings["expert_used_count"]),
+        intermediate_size=int(settings["expert_feed_forward_length"]),
+        is_normalized=True,  # the file does not say; every Qwen3-MoE model is
+    )
+
+
+def _refuse_unsupported(settings: Mapping[str, Any], *, name: str, head_dim: int, where: str) -> None:
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if settings.get(key, head_dim) != head_dim:
+            raise InputError(f"{where}: {name}.{key}={settings[key]} differs from the head size {head_dim}")
+    if settings.get("attention.sliding_window"):
+        raise InputError(f"{where}: sliding-window attention is not supported")
+    if name != "qwen3moe" and settings.get("expert_count"):
+        raise InputError(f"{where}: experts are supported for qwen3moe only, not for {name}")

@@ -1,0 +1,50 @@
+"""How linear layers run: weights are packed once at load, for the device that runs them.
+
+`pack_linears` swaps every `nn.Linear` of a loaded model for the fastest equivalent the machine offers; the model code
+keeps calling `layer(x)` and does not know. On a CPU plain `F.linear` re-packs its weights at every call with more than
+one row, which costs as much as the arithmetic itself; the packed form does that work once.
+
+    mkldnn   oneDNN weights in PyTorch's own packed layout (fp32 on CPUs that have it)
+    plain    torch.nn.Linear: GPUs, other dtypes, CPUs without a fast path
+"""
+
+import torch
+from torch import Tensor, nn
+
+from blockpilot.core.errors import InputError
+
+BACKENDS = ("auto", "mkldnn", "plain")
+
+
+class MkldnnLinear(nn.Module):
+    """A linear layer whose weight lies in oneDNN's blocked layout."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+        return out
+
+
+def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend that will run: what was asked for where this machine has it, else the best there is."""
+    if requested not in BACKENDS:
+        raise InputError(f"unknown linear backend {requested!r}; known: {', '.join(BACKENDS)}")
+    can_pack = device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return "mkldnn" if can_pack and requested != "plain" else "plain"
+
+
+def pack_linear(layer: nn.Linear, backend: str) -> nn.Module:
+    """The same layer in packed form; its float weight is given up unless something else (an embedding) holds it."""
+    return MkldnnLinear(layer.weight) if backend == "mkldnn" else layer
+
+
+def pack_linears(model: nn.Module, backend: str) -> None:
+    """Replace every nn.Linear inside `model`."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, pack_linear(child, backend))

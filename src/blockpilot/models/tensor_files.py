@@ -1,0 +1,125 @@
+"""Folders of safetensors files, read and written as one mapping from name to tensor.
+
+Reading is lazy: opening a folder reads only the headers, and a tensor leaves the disk when it is asked for, so a model
+never lies in memory twice. Writing splits large models over several files with the index that the ecosystem expects.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from blockpilot.core.errors import InputError
+from blockpilot.core.files import atomic_path, ensure_folder, write_text
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 4 * 10**9
+
+
+class SafetensorsFolder(Mapping[str, Tensor]):
+    """Name -> tensor over all weight files of a folder; tensors are read when they are asked for."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._sources: dict[str, Any] = {}
+        for path in files:
+            handle = _open_file(path)
+            self._sources |= dict.fromkeys(handle.keys(), (path, handle))
+
+    def __getitem__(self, name: str) -> Tensor:
+        path, handle = self._sources[name]
+        try:
+            tensor: Tensor = handle.get_tensor(name)
+        except Exception as error:  # the library raises its own type and OSError
+            raise InputError(f"{path}: tensor {name} cannot be read ({error}); fetch the file again") from error
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+
+def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
+    """Open the weights of a folder: the shards its index names, or its single file."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        return SafetensorsFolder(_indexed_files(index))
+    if not (folder / SINGLE_FILE).is_file():
+        raise InputError(f"{folder} holds no weights: expected {SINGLE_FILE} or {INDEX_FILE}")
+    return SafetensorsFolder([folder / SINGLE_FILE])
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{index} is not a readable weight index: {error!r}") from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise InputError(f"{index.parent}: weight files are missing: {', '.join(missing)}; fetch the model again")
+    return [index.parent / name for name in names]
+
+
+def _open_file(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} is truncated or no safetensors file ({error}); fetch it again") from error
+
+
+def write_safetensors_folder(
+    folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write all tensors, in one file where they fit and else in shards with an index; older weight files go."""
+    ensure_folder(folder)
+    shards = _plan_shards(tensors, max_shard_bytes)
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    if count == 1:
+        names = [SINGLE_FILE]
+    for name, members in zip(names, shards, strict=True):
+        _write_file(folder / name, {member: tensors[member] for member in members})
+    if count > 1:
+        _write_index(folder, dict(zip(names, shards, strict=True)), tensors)
+    _remove_older(folder, keep={*names, INDEX_FILE} if count > 1 else set(names))
+
+
+def _plan_shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    room = max_shard_bytes
+    for name, tensor in tensors.items():
+        if shards[-1] and tensor.nbytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= tensor.nbytes
+    return shards
+
+
+def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    with atomic_path(path) as temporary:
+        plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        save_file(plain, str(temporary), metadata={"format": "pt"})
+
+
+def _write_index(folder: Path, shards: dict[str, list[str]], tensors: Mapping[str, Tensor]) -> None:
+    content = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": {member: name for name, members in shards.items() for member in members},
+    }
+    write_text(folder / INDEX_FILE, json.dumps(content, indent=2) + "\n")
+
+
+def _remove_older(folder: Path, keep: set[str]) -> None:
+    """A folder with both forms of weights would be read differently by different programs."""
+    for path in [*folder.glob("model*.safetensors"), folder / INDEX_FILE]:
+        if path.name not in keep:
+            path.unlink(missing_ok=True)

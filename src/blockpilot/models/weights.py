@@ -1,0 +1,215 @@
+"""Checkpoints into modules and back.
+
+Our layers fuse what checkpoints keep apart (q, k, v; gate and up). One table says which checkpoint tensors make up each
+parameter, and serves reading, writing and every source: safetensors, GGUF (`models/gguf.py`) and drafters, which use
+the same layers under another prefix. Reading is strict: a tensor that is missing, left over or misshapen is an error
+that names it, because a model that loads partly still writes fluent nonsense.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blockpilot.core.errors import InputError
+from blockpilot.core.files import ensure_folder, write_text
+from blockpilot.models.config import DecoderConfig, parse_decoder_config
+from blockpilot.models.decoder import Decoder
+from blockpilot.models.hf_config import decoder_config_dict
+from blockpilot.models.layers import Rotary, rope_frequencies
+from blockpilot.models.tensor_files import read_safetensors_folder, write_safetensors_folder
+
+MAX_NAMED = 8  # names listed in an error before it only counts
+
+
+@dataclass(frozen=True)
+class Source:
+    """One checkpoint tensor and how many rows of our parameter it fills; None: all of them."""
+
+    name: str
+    num_rows: int | None = None
+
+
+NameTable = dict[str, list[Source]]  # our parameter -> checkpoint tensors, concatenated along the rows
+
+
+def decoder_names(config: DecoderConfig) -> NameTable:
+    """The whole table of a target."""
+    table = {
+        "embed_tokens.weight": [Source("model.embed_tokens.weight")],
+        "norm.weight": [Source("model.norm.weight")],
+    }
+    for index in range(config.num_layers):
+        table |= decoder_layer_names("model.", index, config)
+    if not config.is_tied:
+        table["lm_head.weight"] = [Source("lm_head.weight")]
+    return table
+
+
+def decoder_layer_names(prefix: str, index: int, config: DecoderConfig) -> NameTable:
+    """One layer: `layers.{index}.*` of ours from `{prefix}layers.{index}.*` of the checkpoint."""
+    ours = f"layers.{index}."
+    theirs = prefix + ours
+    query_rows, key_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    plain = ["input_layernorm", "post_attention_layernorm", "self_attn.o_proj"]
+    if config.has_qk_norm:
+        plain += ["self_attn.q_norm", "self_attn.k_norm"]
+    table = {f"{ours}{name}.weight": [Source(f"{theirs}{name}.weight")] for name in plain}
+    table[f"{ours}self_attn.qkv_proj.weight"] = [
+        Source(f"{theirs}self_attn.q_proj.weight", query_rows),
+        Source(f"{theirs}self_attn.k_proj.weight", key_rows),
+        Source(f"{theirs}self_attn.v_proj.weight", key_rows),
+    ]
+    return table | _feed_forward_names(ours, theirs, index, config)
+
+
+def _feed_forward_names(ours: str, theirs: str, index: int, config: DecoderConfig) -> NameTable:
+    moe = config.moe
+    if moe is None or index in moe.dense_layers:
+        return _mlp_names(f"{ours}mlp.", f"{theirs}mlp.", config.intermediate_size)
+    table = {f"{ours}mlp.gate.weight": [Source(f"{theirs}mlp.gate.weight")]}
+    for expert in range(moe.num_experts):
+        part = f"mlp.experts.{expert}."
+        table |= _mlp_names(ours + part, theirs + part, moe.intermediate_size)
+    return table
+
+
+def _mlp_names(ours: str, theirs: str, num_rows: int) -> NameTable:
+    gate, up = Source(f"{theirs}gate_proj.weight", num_rows), Source(f"{theirs}up_proj.weight", num_rows)
+    return {
+        f"{ours}gate_up_proj.weight": [gate, up],
+        f"{ours}down_proj.weight": [Source(f"{theirs}down_proj.weight")],
+    }
+
+
+def assemble(
+    module: nn.Module,
+    *,
+    table: NameTable,
+    tensors: Mapping[str, Tensor],
+    where: str,
+    dtype: torch.dtype,
+    ignored: Iterable[str] = (),
+) -> None:
+    """Fill every parameter of `module` (built on the meta device) from checkpoint tensors; gradients are off.
+
+    `ignored` names checkpoint tensors that may be there without being read. Non-persistent buffers stay on the meta
+    device: call `restore_rotary` afterwards.
+    """
+    _check_names(table, tensors, where=where, ignored=set(ignored))
+    parameters = dict(module.named_parameters())
+    problems: list[str] = []
+    for name, parameter in parameters.items():
+        if name not in table:
+            raise KeyError(f"no checkpoint tensor is listed for parameter {name}")
+        parts = _read_parts(table[name], tensors, shape=parameter.shape, problems=problems)
+        if not problems:
+            # a single part is copied too: it may be a view of a file that somebody replaces later
+            whole = torch.cat(parts).to(dtype) if len(parts) > 1 else parts[0].to(dtype, copy=True)
+            _assign(module, name, whole)
+    if problems:
+        raise InputError(f"{where}: wrong tensors: {_shorten(problems)}")
+
+
+def _read_parts(
+    sources: list[Source], tensors: Mapping[str, Tensor], *, shape: torch.Size, problems: list[str]
+) -> list[Tensor]:
+    parts = []
+    for source in sources:
+        tensor = tensors[source.name]
+        expected = (source.num_rows or shape[0], *shape[1:])
+        if tuple(tensor.shape) != expected:
+            problems.append(f"{source.name} has shape {list(tensor.shape)}, expected {list(expected)}")
+        elif not tensor.is_floating_point():
+            problems.append(f"{source.name} is {tensor.dtype}, expected floating point")
+        parts.append(tensor)
+    return parts
+
+
+def _check_names(table: NameTable, tensors: Mapping[str, Tensor], *, where: str, ignored: set[str]) -> None:
+    wanted = {source.name for sources in table.values() for source in sources}
+    missing = sorted(wanted - set(tensors))
+    unexpected = sorted(name for name in set(tensors) - wanted - ignored if not name.endswith("rotary_emb.inv_freq"))
+    complaints = []
+    if missing:
+        complaints.append(f"missing tensors: {_shorten(missing)}")
+    if unexpected:
+        complaints.append(f"unexpected tensors: {_shorten(unexpected)}")
+    if complaints:
+        raise InputError(f"{where}: {'; '.join(complaints)}; the weights do not belong to this configuration")
+
+
+def _shorten(items: list[str]) -> str:
+    rest = len(items) - MAX_NAMED
+    return ", ".join(items[:MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _assign(module: nn.Module, name: str, value: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+
+
+def restore_rotary(module: nn.Module, config: DecoderConfig) -> None:
+    """Rotary frequencies are computed, never stored: make them anew after a build on the meta device."""
+    for child in module.modules():
+        if isinstance(child, Rotary):
+            child.inverse_frequencies = rope_frequencies(config.rope, config.head_dim)
+
+
+def disassemble(module: nn.Module, table: NameTable) -> dict[str, Tensor]:
+    """Checkpoint tensors as views into the parameters of `module`: the inverse of `assemble`."""
+    tensors: dict[str, Tensor] = {}
+    for name, sources in table.items():
+        parameter = module.get_parameter(name).detach()
+        start = 0
+        for source in sources:
+            num_rows = source.num_rows or parameter.shape[0]
+            tensors[source.name] = parameter[start : start + num_rows]
+            start += num_rows
+    return tensors
+
+
+def build_decoder(config: DecoderConfig, tensors: Mapping[str, Tensor], *, where: str, dtype: torch.dtype) -> Decoder:
+    """A decoder ready to run from any mapping of Hugging Face names to tensors."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    ignored = ("lm_head.weight",) if config.is_tied else ()
+    assemble(decoder, table=decoder_names(config), tensors=tensors, where=where, dtype=dtype, ignored=ignored)
+    if config.is_tied:
+        decoder.lm_head.weight = decoder.embed_tokens.weight
+    restore_rotary(decoder, config)
+    return decoder.eval()
+
+
+def load_decoder_folder(folder: Path, dtype: torch.dtype) -> Decoder:
+    """Read config.json and the safetensors of a Hugging Face folder."""
+    path = folder / "config.json"
+    raw = read_config(path)
+    if raw.get("quantization_config"):
+        raise InputError(f"{path}: quantized weights are not supported; use the unquantized model or a GGUF file")
+    config = parse_decoder_config(raw, str(path))
+    return build_decoder(config, read_safetensors_folder(folder), where=str(folder), dtype=dtype)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing: {path.parent} is no model folder") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: expected a JSON object")
+    return raw
+
+
+def save_decoder_folder(decoder: Decoder, folder: Path) -> None:
+    """Write config.json and safetensors under Hugging Face names. Call it before `pack_linears`."""
+    ensure_folder(folder)
+    write_safetensors_folder(folder, disassemble(decoder, decoder_names(decoder.config)))
+    raw = decoder_config_dict(decoder.config, decoder.embed_tokens.weight.dtype)
+    write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")

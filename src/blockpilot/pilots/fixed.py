@@ -1,0 +1,59 @@
+"""Pilots that never change their mind: plain decoding, fixed chains and fixed trees. The baselines."""
+
+from dataclasses import dataclass
+
+from blockpilot.core.candidates import Candidates
+from blockpilot.pilots.base import Nodes, PilotInputs
+from blockpilot.pilots.growth import grow_chain, grow_tree
+
+TREE_WIDTH = 16  # candidates per position a tree may branch into
+
+
+@dataclass(frozen=True)
+class PlainPilot:
+    """Never drafts: autoregressive decoding."""
+
+    name: str = "ar"
+    num_candidates: int = 0
+
+    def choose(self, inputs: PilotInputs) -> int:
+        return 0
+
+    def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
+        return []
+
+
+@dataclass(frozen=True)
+class FixedPilot:
+    """Every step drafts and checks a chain of one fixed block size."""
+
+    block_size: int
+    num_candidates: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"fixed:{self.block_size}"
+
+    def choose(self, inputs: PilotInputs) -> int:
+        return self.block_size
+
+    def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
+        return grow_chain(candidates, self.block_size - 1)
+
+
+@dataclass(frozen=True)
+class TreePilot:
+    """Every step drafts at the trained size and checks the `num_nodes` likeliest nodes."""
+
+    num_nodes: int
+    num_candidates: int = TREE_WIDTH
+
+    @property
+    def name(self) -> str:
+        return f"tree:{self.num_nodes}"
+
+    def choose(self, inputs: PilotInputs) -> int:
+        return inputs.trained_block_size
+
+    def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
+        return grow_tree(candidates, self.num_nodes)

@@ -1,0 +1,29 @@
+"""From the text of `--pilot` to a pilot."""
+
+from blockpilot.core.config import MAX_BLOCK_SIZE, MAX_TREE_NODES
+from blockpilot.core.errors import InputError
+from blockpilot.pilots.base import Pilot
+from blockpilot.pilots.fixed import FixedPilot, PlainPilot, TreePilot
+
+KNOWN = f"ar, fixed:B (B from 1 to {MAX_BLOCK_SIZE}), tree:N (N from 1 to {MAX_TREE_NODES}), auto"
+
+
+def load_pilot(spec: str, *, has_drafter: bool = True) -> Pilot:
+    """A pilot by name. `auto` decodes plainly without a drafter and drafts a fixed chain of 8 with one."""
+    kind, _, argument = spec.partition(":")
+    if spec == "auto":
+        return FixedPilot(8) if has_drafter else PlainPilot()
+    if spec == "ar":
+        return PlainPilot()
+    if kind == "fixed":
+        size = _parse_size(spec, argument, MAX_BLOCK_SIZE)
+        return FixedPilot(size) if size > 1 else PlainPilot()
+    if kind == "tree":
+        return TreePilot(_parse_size(spec, argument, MAX_TREE_NODES))
+    raise InputError(f"unknown pilot {spec!r}; known: {KNOWN}")
+
+
+def _parse_size(spec: str, argument: str, limit: int) -> int:
+    if not argument.isascii() or not argument.isdigit() or not 1 <= int(argument) <= limit:
+        raise InputError(f"pilot {spec!r}: the size must be a whole number from 1 to {limit}")
+    return int(argument)

@@ -1,0 +1,171 @@
+"""Text to token ids and back, for every model we load.
+
+One class whatever the source: a Hugging Face folder or the vocabulary inside a GGUF file. Nothing is ever added to the
+text behind the caller's back; the only special tokens are those written in it, which is what a chat template does.
+`save` writes the files from which `transformers`, vLLM and SGLang load the same tokenizer.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer as Backend
+
+from blockpilot.core.errors import InputError
+from blockpilot.core.files import ensure_folder, write_text
+from blockpilot.text.chat_template import Message, compile_template, render_template
+from blockpilot.text.gguf_vocabulary import build_backend
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
+GGUF_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+class Tokenizer:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        special_tokens: Mapping[str, str],
+        chat_template: str | None = None,
+        eos_token_ids: Sequence[int] = (),
+        context_length: int | None = None,
+    ) -> None:
+        self.backend = backend
+        self.special_tokens = dict(special_tokens)  # role (bos_token, ...) -> text
+        self.chat_template = chat_template
+        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
+        self.context_length = context_length
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer":
+        """Read tokenizer.json and the small files beside it."""
+        backend = _read_backend(folder / "tokenizer.json")
+        settings = _read_json(folder / "tokenizer_config.json")
+        special = _special_texts(_read_json(folder / "special_tokens_map.json") | settings)
+        length = settings.get("model_max_length")
+        return cls(
+            backend,
+            special_tokens=special,
+            chat_template=_find_template(folder, settings),
+            eos_token_ids=_eos_ids(folder, backend, special.get("eos_token")),
+            context_length=int(length) if length and length < 10**9 else None,
+        )
+
+    @classmethod
+    def from_gguf(cls, fields: Mapping[str, Any], where: str) -> "Tokenizer":
+        """Build from GGUF metadata, already read as plain values; `where` names the file in errors."""
+        backend = build_backend(fields, where)
+        tokens = fields["tokenizer.ggml.tokens"]
+        ids = {role: fields.get(f"tokenizer.ggml.{key}_token_id") for role, key in GGUF_ROLES.items()}
+        ends = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+        for index in [*ids.values(), *ends]:
+            if index is not None and not 0 <= index < len(tokens):
+                raise InputError(f"{where}: special token id {index} lies outside the vocabulary of {len(tokens)}")
+        return cls(
+            backend,
+            special_tokens={role: tokens[index] for role, index in ids.items() if index is not None},
+            chat_template=fields.get("tokenizer.chat_template"),
+            eos_token_ids=[index for index in ends if index is not None],
+            context_length=fields.get(f"{fields.get('general.architecture')}.context_length"),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.chat_template is not None
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(index for index, token in added.items() if token.special)
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(self, messages: Sequence[Message]) -> str:
+        """The conversation as the text the model expects, ending where its answer starts."""
+        return render_template(self._template, messages, self.special_tokens)
+
+    def encode_chat(self, prompt: str) -> list[int]:
+        return self.encode(self.apply_chat_template([{"role": "user", "content": prompt}]))
+
+    @cached_property
+    def _template(self) -> "Template":
+        if self.chat_template is None:
+            raise InputError("this model has no chat template; give the prompt raw")
+        return compile_template(self.chat_template)
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
+        ensure_folder(folder)
+        write_text(folder / "tokenizer.json", self.backend.to_str(pretty=True))
+        settings: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": self.context_length or 10**30,
+            **self.special_tokens,
+        }
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template
+        write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+        write_text(folder / "special_tokens_map.json", json.dumps(self.special_tokens, indent=2) + "\n")
+
+
+def _read_backend(path: Path) -> Backend:
+    if not path.is_file():
+        raise InputError(f"{path} is missing: the folder needs a tokenizer.json")
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise InputError(f"{path} is not a readable tokenizer: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in an optional file; empty when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: expected a JSON object")
+    return value
+
+
+def _special_texts(settings: dict[str, Any]) -> dict[str, str]:
+    """Roles to text; older files store a token as an object with its text under `content`."""
+    found = {role: settings.get(role) for role in SPECIAL_ROLES}
+    texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in found.items()}
+    return {role: text for role, text in texts.items() if isinstance(text, str)}
+
+
+def _find_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return template
+
+
+def _eos_ids(folder: Path, backend: Backend, eos_token: str | None) -> list[int]:
+    """generation_config.json decides, as in transformers; config.json and the tokenizer stand in for it."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(folder / name).get("eos_token_id")
+        if value is not None:
+            return [value] if isinstance(value, int) else list(value)
+    index = backend.token_to_id(eos_token) if eos_token else None
+    return [] if index is None else [index]

@@ -1,0 +1,90 @@
+"""The real command on the real default model, as a user would run it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.real_model, pytest.mark.slow]
+
+PROMPT = "Repeat three times: red, orange, yellow, green, blue."
+LIMIT = ["--max-new-tokens", "32"]
+MINUTES = 10 * 60
+
+
+def blockpilot(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "blockpilot", *words]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=MINUTES, **options)
+
+
+def generate(*words: str, **options: Any) -> dict[str, Any]:
+    done = blockpilot("generate", *words, *LIMIT, "--json", **options)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _default_model() -> None:
+    """Everything below needs the model; without it and without network there is nothing to test."""
+    done = blockpilot("models", "fetch", "smollm2-135m")
+    if done.returncode == 1:
+        pytest.skip(f"the default model cannot be fetched: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def plain(_default_model: None) -> dict[str, Any]:
+    return generate(PROMPT)
+
+
+def test_counts_add_up(plain):
+    assert plain["num_tokens"] == 1 + sum(plain["emitted"]) == len(plain["token_ids"])
+    assert plain["num_steps"] == len(plain["block_sizes"]) == len(plain["verify_sizes"]) == len(plain["emitted"])
+    assert (plain["pilot"], plain["drafter"], plain["tau"]) == ("ar", None, 1.0)
+    assert plain["text"]
+
+
+def test_two_runs_are_equal(plain):
+    again = generate("-", input=PROMPT + "\n")
+    assert (again["text"], again["token_ids"]) == (plain["text"], plain["token_ids"])
+
+
+@pytest.mark.parametrize("pilot", ["fixed:8", "tree:7"])
+def test_drafting_changes_nothing_but_the_steps(plain, pilot):
+    drafted = generate(PROMPT, "--drafter", "ngram", "--pilot", pilot)
+    assert (drafted["text"], drafted["token_ids"]) == (plain["text"], plain["token_ids"])
+    assert (drafted["pilot"], drafted["drafter"]) == (pilot, "ngram")
+    assert drafted["num_steps"] < plain["num_steps"]
+
+
+def test_sampling_depends_on_the_seed_and_not_on_the_drafter():
+    words = [PROMPT, "--temperature", "0.8", "--seed", "3"]
+    plain = generate(*words)
+    assert generate(*words, "--drafter", "ngram")["token_ids"] == plain["token_ids"]
+    assert generate(PROMPT, "--temperature", "0.8", "--seed", "4")["token_ids"] != plain["token_ids"]
+
+
+def test_human_mode_streams_the_same_text(plain):
+    done = blockpilot("generate", PROMPT, *LIMIT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip("\n") == plain["text"].rstrip("\n")
+    assert "tokens/s" in done.stderr
+
+
+def test_interrupt_ends_cleanly():
+    command = [sys.executable, "-m", "blockpilot", "generate", "Tell me a long story.", "--max-new-tokens", "2000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)  # the answer has begun
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        rest, error = process.communicate(timeout=MINUTES)
+    assert process.returncode == 130
+    assert rest.endswith(b"\n")
+    assert error.decode().splitlines()[-1] == "interrupted"
+    assert b"Traceback" not in error

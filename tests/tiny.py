@@ -1,0 +1,156 @@
+"""Tiny random models, a one-character-per-token tokenizer, and drafters that know or miss the answer."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from blockpilot.core.candidates import Candidates
+from blockpilot.core.config import MAX_BLOCK_SIZE, EngineConfig
+from blockpilot.decoding.drafter import DraftRequest, Observation
+from blockpilot.engine.llm import LLM
+from blockpilot.models.config import DecoderConfig, MoeConfig, RopeConfig
+from blockpilot.models.decoder import Decoder
+from blockpilot.models.dflash import DFlash, DFlashConfig
+from blockpilot.models.loading import LoadedTarget
+from blockpilot.pilots.base import Nodes, PilotInputs
+from blockpilot.text.tokenizer import Tokenizer
+
+VOCAB_SIZE = 61
+EOS_ID = 0
+CONTEXT_LENGTH = 160
+ALPHABET = "$ abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456"
+ARCHITECTURES = ("llama", "llama3-rope", "llama-untied", "qwen3", "qwen3_moe")
+
+_BASE = DecoderConfig(
+    architecture="llama",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    norm_eps=1e-5,
+    context_length=CONTEXT_LENGTH,
+    rope=RopeConfig(theta=10000.0),
+    is_tied=True,
+    eos_token_ids=(EOS_ID,),
+)
+_LLAMA3 = RopeConfig(theta=10000.0, kind="llama3", factor=4.0, original_context_length=64)
+_MOE = MoeConfig(num_experts=4, num_active=2, intermediate_size=24, is_normalized=True, dense_layers=(1,))
+CONFIGS = {
+    "llama": _BASE,
+    "llama3-rope": replace(_BASE, rope=_LLAMA3),
+    "llama-untied": replace(_BASE, is_tied=False),
+    "qwen3": replace(_BASE, architecture="qwen3", is_tied=False),
+    "qwen3_moe": replace(_BASE, architecture="qwen3_moe", moe=_MOE),
+}
+
+
+def make_decoder(name: str = "llama", seed: int = 0) -> Decoder:
+    torch.manual_seed(seed)
+    decoder = Decoder(CONFIGS[name])
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.35 if parameter.dim() > 1 else 1.0)
+    return decoder
+
+
+def make_tokenizer() -> Tokenizer:
+    backend = Backend(models.WordLevel({char: index for index, char in enumerate(ALPHABET)}, unk_token="$"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["$"])
+    return Tokenizer(backend, special_tokens={"eos_token": "$"}, eos_token_ids=[EOS_ID])
+
+
+def make_target(name: str = "llama", seed: int = 0) -> LoadedTarget:
+    return LoadedTarget(decoder=make_decoder(name, seed), tokenizer=make_tokenizer(), name=name, path=Path("tiny"))
+
+
+def make_dflash(name: str = "llama", *, is_second: bool = False, seed: int = 1) -> DFlash:
+    torch.manual_seed(seed)
+    target = CONFIGS[name]
+    shapes = replace(target, architecture="qwen3", num_layers=2, moe=None)
+    config = DFlashConfig(
+        layers=shapes,
+        block_size=8,
+        mask_token_id=VOCAB_SIZE - 1,
+        tap_layers=(0, 2),
+        num_target_layers=target.num_layers,
+        conv_kernel_size=2 if is_second else 0,
+        conv_group_size=8,
+        selector_rank=6 if is_second else 0,
+        selector_top_k=5,
+    )
+    model = DFlash(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 1.0)
+    return model
+
+
+def make_llm(name: str = "llama", *, seed: int = 0, drafter: object = None, **settings: object) -> LLM:
+    config = EngineConfig(**{"num_slots": 4, "token_budget": 16, "linear_backend": "plain", **settings})  # type: ignore[arg-type]
+    return LLM(make_target(name, seed), drafter=drafter, pilot="ar", config=config)  # type: ignore[arg-type]
+
+
+@dataclass
+class ScriptedDrafter:
+    """Drafts a known answer (always right), or every token one off (always wrong)."""
+
+    answers: dict[tuple[int, ...], list[int]]  # prompt -> its whole answer
+    shift: int = 0
+    name: str = "scripted"
+    tap_layers: tuple[int, ...] = ()
+    block_size: int = 8
+    max_block_size: int = MAX_BLOCK_SIZE
+    seen: dict[int, list[int]] = field(default_factory=dict)
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for observation in observations:
+            self.seen.setdefault(observation.slot, []).extend(observation.token_ids)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
+        return [self._propose_one(request) for request in requests]
+
+    def _propose_one(self, request: DraftRequest) -> Candidates:
+        history = [*self.seen[request.slot], request.anchor_id]
+        prompt = next(prompt for prompt in self.answers if tuple(history[: len(prompt)]) == prompt)
+        done = len(history) - len(prompt)
+        ahead = self.answers[prompt][done : done + request.block_size - 1]
+        ids = (np.array(ahead, dtype=np.int64).reshape(-1, 1) + self.shift) % VOCAB_SIZE
+        return Candidates(ids, np.zeros(ids.shape, dtype=np.float32))
+
+    def forget(self, slot: int) -> None:
+        self.seen.pop(slot, None)
+
+
+@dataclass
+class RandomTreePilot:
+    """Checks an arbitrary tree of candidates: any parent, any rank, drafted at any size."""
+
+    seed: int
+    name: str = "random-tree"
+    num_candidates: int = 4
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    def choose(self, inputs: PilotInputs) -> int:
+        return self.random.randint(0, 12)
+
+    def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
+        nodes: Nodes = []
+        depths = [0]
+        for _ in range(self.random.randint(0, 20)):
+            parent = self.random.randrange(len(depths))
+            if depths[parent] < candidates.num_positions:
+                rank = self.random.randrange(candidates.width)
+                nodes.append((parent, int(candidates.token_ids[depths[parent], rank])))
+                depths.append(depths[parent] + 1)
+        return nodes

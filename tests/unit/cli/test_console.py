@@ -1,0 +1,49 @@
+"""Progress is drawn where somebody watches, and printed as plain lines where nobody does."""
+
+import io
+
+import pytest
+
+from blockpilot.cli.console import print_columns, show_progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def pretend_terminal(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return stream
+
+
+def test_progress_on_a_terminal_is_drawn_and_wiped(monkeypatch):
+    terminal = pretend_terminal(monkeypatch)
+    with show_progress("loading [b]tiny") as report:
+        report("downloading tiny", 1_000_000, 4_000_000)
+        report("downloading tiny", 4_000_000, 4_000_000)
+    assert "loading [b]tiny" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\x1b[2K")  # the line is erased again
+
+
+def test_progress_survives_an_error(monkeypatch):
+    terminal = pretend_terminal(monkeypatch)
+    with pytest.raises(KeyboardInterrupt), show_progress("loading tiny"):
+        raise KeyboardInterrupt
+    assert "\x1b[?25h" in terminal.getvalue()  # the cursor is visible again
+
+
+def test_quiet_work_leaves_no_trace_in_a_log(capsys):
+    with show_progress("loading tiny"):
+        pass
+    assert tuple(capsys.readouterr()) == ("", "")
+
+
+def test_long_cells_are_never_cut_in_a_log(capsys):
+    print_columns({"path": ["x" * 300], "note": ["[bold]no markup"]})
+    output = capsys.readouterr().out
+    assert "x" * 300 in output
+    assert "[bold]no markup" in output

@@ -1,0 +1,31 @@
+import numpy as np
+
+from blockpilot.core.candidates import Candidates
+
+TOKEN_IDS = np.array([[1, 2], [3, 4], [5, 6]], dtype=np.int64)
+LOG_PROBS = np.log(np.array([[0.6, 0.3], [0.5, 0.2], [0.4, 0.1]], dtype=np.float32))
+
+
+def test_shape():
+    candidates = Candidates(TOKEN_IDS, LOG_PROBS)
+    assert (candidates.num_positions, candidates.width) == (3, 2)
+
+
+def test_no_positions():
+    empty = Candidates(np.zeros((0, 1), dtype=np.int64), np.zeros((0, 1), dtype=np.float32))
+    assert (empty.num_positions, empty.width) == (0, 1)
+
+
+def test_independent_positions_ignore_the_parent():
+    candidates = Candidates(TOKEN_IDS, LOG_PROBS)
+    for rank in (0, 1):
+        np.testing.assert_array_equal(candidates.child_log_probs(1, rank), LOG_PROBS[1])
+
+
+def test_pairwise_scores_depend_on_the_parent():
+    pairwise = np.arange(8, dtype=np.float32).reshape(2, 2, 2)
+    first = np.array([-1.0, -2.0], dtype=np.float32)
+    candidates = Candidates(TOKEN_IDS, LOG_PROBS, first=first, pairwise=pairwise)
+    np.testing.assert_array_equal(candidates.child_log_probs(0, 0), first)
+    np.testing.assert_array_equal(candidates.child_log_probs(1, 1), pairwise[0, 1])
+    np.testing.assert_array_equal(candidates.child_log_probs(2, 0), pairwise[1, 0])

@@ -1,0 +1,41 @@
+from pathlib import Path
+
+import pytest
+
+from blockpilot.core.config import EngineConfig, cache_dir
+from blockpilot.core.errors import InputError
+
+
+def test_cache_dir_prefers_our_own_variable(monkeypatch, tmp_path):
+    monkeypatch.setenv("BLOCKPILOT_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir() == tmp_path / "own"
+    monkeypatch.delenv("BLOCKPILOT_CACHE")
+    assert cache_dir() == tmp_path / "xdg" / "blockpilot"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache" / "blockpilot"
+
+
+def test_cache_dir_expands_the_home_folder(monkeypatch):
+    monkeypatch.setenv("BLOCKPILOT_CACHE", "~/models")
+    assert cache_dir() == Path.home() / "models"
+
+
+def test_defaults_are_valid_and_frozen():
+    config = EngineConfig()
+    with pytest.raises(AttributeError):
+        config.num_slots = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_slots", 0), ("token_budget", 0), ("context_length", 1), ("context_length", -5), ("dtype", "int8")],
+)
+def test_bad_values_are_named(field, value):
+    with pytest.raises(InputError, match=field):
+        EngineConfig(**{field: value})
+
+
+def test_unknown_keys_are_an_error_that_names_the_key():
+    with pytest.raises(TypeError, match="num_slotz"):
+        EngineConfig(num_slotz=3)  # type: ignore[call-arg]

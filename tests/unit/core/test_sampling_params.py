@@ -1,0 +1,42 @@
+import math
+
+import pytest
+
+from blockpilot.core.errors import InputError
+from blockpilot.core.sampling_params import MAX_SEED, SamplingParams
+
+
+def test_default_is_greedy():
+    assert SamplingParams().is_greedy
+    assert not SamplingParams(temperature=0.1).is_greedy
+
+
+def test_edges_that_are_allowed():
+    SamplingParams(max_new_tokens=1, temperature=0, top_p=1.0, top_k=0, seed=0)
+    SamplingParams(top_p=1e-9, seed=MAX_SEED, stop=("a",))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("max_new_tokens", -1),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("top_k", -1),
+        ("seed", -1),
+        ("seed", MAX_SEED + 1),
+    ],
+)
+def test_bad_values_are_named(field, value):
+    with pytest.raises(InputError, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_empty_stop_string_is_refused():
+    with pytest.raises(InputError, match="stop string is empty"):
+        SamplingParams(stop=("a", ""))

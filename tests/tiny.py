@@ -17,6 +17,7 @@ from blockpilot.engine.llm import LLM
 from blockpilot.models.config import DecoderConfig, MoeConfig, RopeConfig
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash, DFlashConfig
+from blockpilot.models.eagle3 import Eagle3, Eagle3Config
 from blockpilot.models.loading import LoadedTarget
 from blockpilot.pilots.base import Nodes, PilotInputs
 from blockpilot.text.tokenizer import Tokenizer
@@ -91,6 +92,26 @@ def make_dflash(name: str = "llama", *, is_second: bool = False, seed: int = 1) 
     model = DFlash(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 1.0)
+    return model
+
+
+def make_eagle3(
+    name: str = "llama", *, draft_vocab_size: int = 40, has_embedding: bool = False, seed: int = 2
+) -> Eagle3:
+    torch.manual_seed(seed)
+    target = CONFIGS[name]
+    config = Eagle3Config(
+        layers=replace(target, architecture="llama", num_layers=1, moe=None, is_tied=False),
+        draft_vocab_size=draft_vocab_size,
+        tap_layers=(0, 1, 2),
+        num_target_layers=target.num_layers,
+        target_hidden_size=target.hidden_size,
+        has_embedding=has_embedding,
+    )
+    model = Eagle3(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 1.0)
+    model.draft_token_ids = torch.randperm(target.vocab_size)[:draft_vocab_size].sort().values
     return model
 
 

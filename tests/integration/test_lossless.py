@@ -3,7 +3,7 @@
 import pytest
 
 from blockpilot import SamplingParams, load_pilot
-from tests.tiny import ARCHITECTURES, CONTEXT_LENGTH, RandomTreePilot, ScriptedDrafter, make_dflash, make_llm
+from tests.tiny import ARCHITECTURES, CONTEXT_LENGTH, RandomTreePilot, ScriptedDrafter, make_dflash, make_eagle3, make_llm
 
 PROMPTS = ["the quick brown fox", "abcabcabcabcabcabc", "Z", "speculation is cheap and proof is dear 0123"]
 SAMPLING = {
@@ -14,15 +14,21 @@ SAMPLING = {
 }
 PILOTS = ["fixed:2", "fixed:5", "fixed:16", "fixed:64", "tree:1", "tree:7", "tree:40", "tree:128"]
 DRAFTERS = ["dflash", "dflash2", "ngram"]
+EAGLE3_TARGETS = ["llama3-rope", "qwen3", "qwen3_moe"]  # each drafted token is a pass: fewer cases
 
 
 def build(architecture: str, drafter: str):
+    if drafter == "eagle3":
+        return make_llm(architecture, drafter=make_eagle3(architecture))
     model = "ngram" if drafter == "ngram" else make_dflash(architecture, is_second=drafter == "dflash2")
     return make_llm(architecture, drafter=model)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "drafter"),
+    [(architecture, drafter) for architecture in ARCHITECTURES for drafter in DRAFTERS]
+    + [(architecture, "eagle3") for architecture in EAGLE3_TARGETS],
+)
 def test_every_pilot_gives_the_plain_answer(architecture: str, drafter: str) -> None:
     llm = build(architecture, drafter)
     for params in SAMPLING.values():
@@ -34,8 +40,11 @@ def test_every_pilot_gives_the_plain_answer(architecture: str, drafter: str) -> 
     assert llm.engine.runner.cache.num_free == 4
 
 
-@pytest.mark.parametrize("drafter", ["dflash", "dflash2"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "drafter"),
+    [(architecture, drafter) for architecture in ARCHITECTURES for drafter in ("dflash", "dflash2")]
+    + [("qwen3", "eagle3")],
+)
 def test_random_trees_and_mixed_shapes_in_one_batch(architecture: str, drafter: str) -> None:
     llm = build(architecture, drafter)
     for params in SAMPLING.values():

@@ -4,7 +4,7 @@
 split into segments (one per request), opens cache rows for them and masks what a token may see:
 
     causal          itself and the tokens before it (prompts, chains)
-    ancestors       itself and its ancestors in the draft tree
+    ancestors       itself and its ancestors in the draft tree, all before the tree
     bidirectional   the whole block (diffusion drafters)
 
 This is the reference implementation, used on every device: one scaled-dot-product call per request and layer. Grouped
@@ -29,7 +29,7 @@ class Segment:
 
     slot: int
     count: int
-    ancestors: NDArray[np.bool_] | None = None  # [n, n] which of the segment's tokens each one sees; None: causal
+    ancestors: NDArray[np.bool_] | None = None  # [n, w] which of the last w >= n rows each token sees; None: causal
     is_bidirectional: bool = False
 
 
@@ -64,14 +64,15 @@ class RaggedAttention:
 
     def _mask(self, segment: Segment, start: int) -> Tensor | None:
         """Additive mask [n, start + n]; None where every token may see every row."""
-        if segment.count == 1 or segment.is_bidirectional:
+        width = segment.count if segment.ancestors is None else segment.ancestors.shape[1]
+        if width == 1 or segment.is_bidirectional:
             return None
         rows = self.cache.rows
         mask = torch.zeros(segment.count, start + segment.count, dtype=rows.dtype)
-        block = torch.full((segment.count, segment.count), float("-inf"), dtype=rows.dtype)
+        block = torch.full((segment.count, width), float("-inf"), dtype=rows.dtype)
         if segment.ancestors is None:
             block.triu_(diagonal=1)
         else:
             block.masked_fill_(torch.from_numpy(segment.ancestors), 0)
-        mask[:, start:] = block
+        mask[:, start + segment.count - width :] = block
         return mask.to(rows.device)

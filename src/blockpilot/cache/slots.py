@@ -2,10 +2,12 @@
 
 A slot knows two lengths. Rows below `lengths[slot]` are committed; a pass appends rows behind them, and `keep` decides
 which of those survive: the accepted path is gathered into contiguous rows and everything else is forgotten. That is the
-only rollback in the engine. A finished request gives its slot back with `free`.
+only rollback of the target; a drafter that looks ahead step by step keeps its rows and takes them back with `rewind`.
+A finished request gives its slot back with `free`.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -72,12 +74,18 @@ class SlotCache:
 
     def keep(self, slot: int, path: Sequence[int]) -> None:
         """Commit the open rows named by `path` (ascending indices into them), in that order; forget the others."""
-        if path and path[-1] >= self.appended[slot]:
-            raise BlockPilotError(f"KV slot {slot} has {self.appended[slot]} open rows; row {path[-1]} is not one of them")
-        start = self.lengths[slot]
+        start, num_open = self.lengths[slot], self.appended[slot]
+        if any(not before < row < num_open for before, row in pairwise((-1, *path))):
+            raise BlockPilotError(f"KV slot {slot} has {num_open} open rows; {list(path)} is no ascending path in them")
         if list(path) != list(range(len(path))):
             source = torch.tensor(path, device=self.rows.device) + start
             slot_rows = self.rows[:, :, slot]  # [L, 2, H, capacity, D]
             slot_rows[..., start : start + len(path), :] = slot_rows.index_select(3, source)
         self.lengths[slot] = start + len(path)
         self.appended[slot] = 0
+
+    def rewind(self, slot: int, length: int) -> None:
+        """Forget every row behind the first `length`: what a drafter kept while it looked ahead."""
+        if not 0 <= length <= self.lengths[slot]:
+            raise BlockPilotError(f"KV slot {slot} has {self.lengths[slot]} rows and cannot go back to {length}")
+        self.lengths[slot], self.appended[slot] = length, 0

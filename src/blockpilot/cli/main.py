@@ -17,6 +17,8 @@ from blockpilot.core.errors import BlockPilotError
 
 VERBS = {  # verb: (module, what `blockpilot --help` says)
     "generate": ("blockpilot.cli.generate", "answer a prompt, streamed as it is written"),
+    "synthesize": ("blockpilot.cli.synthesize", "let the target write its own training text"),
+    "train-drafter": ("blockpilot.cli.train_drafter", "train a DFlash drafter for any target"),
     "models": ("blockpilot.cli.models", "list, fetch, verify and export models"),
 }
 EXIT_FAILURE = 1

@@ -2,7 +2,8 @@
 
 Small plain numpy arrays, so that pilots, replay and other engines read the same object. Position d (0-based) proposes
 the token at depth d + 1 of the tree. Drafters whose positions are independent (DFlash) leave `pairwise` empty; those
-that score a child given its parent (DFlash 2) fill it.
+that score a child given its parent (DFlash 2) fill it. Drafters that grow a tree of their own (EAGLE-3), where every
+node has been asked for its children, hand it over in `tree`; the per-position arrays then describe its likeliest chain.
 """
 
 from dataclasses import dataclass
@@ -15,11 +16,32 @@ IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class ProposedTree:
+    """Nodes a drafter expanded itself, parents first. Entry j is node j + 1; node 0 is the anchor."""
+
+    parents: IntArray  # [n]
+    token_ids: IntArray  # [n]
+    log_probs: FloatArray  # [n], log p(node | its path)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def path_scores(self) -> FloatArray:
+        """Sum of log-probabilities [n] from the anchor to each node; never above the parent's."""
+        scores = np.zeros(len(self) + 1, dtype=np.float32)
+        steps = np.minimum(self.log_probs, 0)
+        for index, parent in enumerate(self.parents):
+            scores[index + 1] = scores[parent] + steps[index]
+        return scores[1:]
+
+
+@dataclass(frozen=True)
 class Candidates:
     token_ids: IntArray  # [D, K], best first by the drafter's marginal score
     log_probs: FloatArray  # [D, K], log-probability of each over the drafter's whole vocabulary
     first: FloatArray | None = None  # [K], log-probabilities of depth-1 children after the anchor
     pairwise: FloatArray | None = None  # [D-1, K, K], log p(child j at position d+1 | parent i at position d)
+    tree: ProposedTree | None = None  # where set, trees and chains are picked out of it
 
     @property
     def num_positions(self) -> int:

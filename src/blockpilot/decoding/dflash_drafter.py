@@ -1,8 +1,8 @@
 """Drafting with DFlash: taps in, candidates of a whole block out.
 
 The context cache has one row per committed token (the anchor excepted), exactly like the target's. A block is appended
-behind it for one pass and never kept. With sampling, the drafter ranks by logits / temperature + the same noise that the
-target will add, so the two draw alike wherever they agree.
+behind it for one pass and never kept. With sampling, the drafter ranks by logits / temperature + the same noise that
+the target will add, so the two draw alike wherever they agree.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,9 +42,9 @@ class DFlashDrafter:
         self.model, self.embed, self.head, self.device = model, embed, head, device
         self.token_ids = None if model.draft_token_ids is None else model.draft_token_ids.to(device)
         weight = model.context_weight()
-        self.context_projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        self.context_projection.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        self.context_projection = pack_linear(self.context_projection, linear_backend)
+        projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        projection.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.context_projection = pack_linear(projection, linear_backend)
         pack_linears(model, linear_backend)
         shapes = model.config.layers
         self.cache = SlotCache(
@@ -61,7 +61,9 @@ class DFlashDrafter:
     def observe(self, observations: Sequence[Observation]) -> None:
         taps = torch.cat([observation.taps for observation in observations if observation.taps is not None])
         positions = [
-            self.cache.lengths[observation.slot] + i for observation in observations for i in range(len(observation.token_ids))
+            self.cache.lengths[observation.slot] + i
+            for observation in observations
+            for i in range(len(observation.token_ids))
         ]
         projected = self.context_projection(self.model.context(taps))
         layers = self.model.split_context(projected, torch.tensor(positions, device=self.device))
@@ -79,7 +81,9 @@ class DFlashDrafter:
         hidden = self._run_blocks(requests)
         starts = torch.tensor([request.block_size for request in requests]).cumsum(0).tolist()
         found = []
-        logits = self.head(torch.cat([hidden[end - r.block_size + 1 : end] for end, r in zip(starts, requests, strict=True)]))
+        logits = self.head(
+            torch.cat([hidden[end - r.block_size + 1 : end] for end, r in zip(starts, requests, strict=True)])
+        )
         row = 0
         for end, request in zip(starts, requests, strict=True):
             count = request.block_size - 1
@@ -93,15 +97,17 @@ class DFlashDrafter:
     def _run_blocks(self, requests: Sequence[DraftRequest]) -> Tensor:
         """One pass over all blocks: [anchor, mask, mask, ...] of each request, packed."""
         mask_id = self.model.config.mask_token_id
-        ids, positions, offsets = [], [], []
+        ids: list[int] = []
+        positions: list[int] = []
+        offsets: list[int] = []
         for request in requests:
             ids += [request.anchor_id] + [mask_id] * (request.block_size - 1)
             positions += range(request.position, request.position + request.block_size)
             offsets += range(request.block_size)
         segments = [Segment(request.slot, request.block_size, is_bidirectional=True) for request in requests]
         attend = RaggedAttention(self.cache, segments)
-        as_tensor = lambda values: torch.tensor(values, device=self.device)  # noqa: E731
-        return self.model(self.embed(as_tensor(ids)), as_tensor(positions), attend, as_tensor(offsets))
+        packed = torch.tensor([ids, positions, offsets], device=self.device)
+        return self.model(self.embed(packed[0]), packed[1], attend, packed[2])
 
     def _candidates(self, request: DraftRequest, logits: Tensor, hidden: Tensor) -> Candidates:
         """The best tokens of each drafted position; `hidden` and `logits` are those of positions 1 .. B-1."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +11,21 @@ from blockpilot.core.config import EngineConfig
 from blockpilot.core.errors import InputError
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import Drafter
+from blockpilot.decoding.eagle3_drafter import Eagle3Drafter
 from blockpilot.decoding.ngram import NgramDrafter
+from blockpilot.models import dflash_format, eagle3_format
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash
-from blockpilot.models.dflash_format import check_fit, load_dflash
+from blockpilot.models.eagle3 import Eagle3
+from blockpilot.models.hub import resolve_folder
 from blockpilot.models.packing import pack_linear
+from blockpilot.models.weights import read_config
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def build_drafter(
-    spec: str | Drafter | DFlash | None,
+    spec: str | Drafter | DFlash | Eagle3 | None,
     decoder: Decoder,
     *,
     config: EngineConfig,
@@ -27,31 +34,50 @@ def build_drafter(
     dtype: torch.dtype,
     backend: str,
 ) -> Drafter | None:
-    """`ngram`, a folder or hub id with a DFlash checkpoint, a loaded model, or a ready drafter. None: no drafter."""
+    """`ngram`, a folder or hub id with a drafter's checkpoint, a loaded model, or a ready drafter. None: no drafter."""
     if spec is None or spec == "none":
         return None
     if spec == "ngram":
         return NgramDrafter()
-    if isinstance(spec, str):
-        model, name = load_dflash(spec, dtype), Path(spec).name
-    elif isinstance(spec, DFlash):
-        model, name = spec, "dflash"
-    else:
-        return spec
-    check_fit(model.config, decoder.config, name)
+    name = Path(spec).name if isinstance(spec, str) else None
+    model = load_draft_model(spec, decoder, dtype) if isinstance(spec, str) else spec
+    if not isinstance(model, DFlash | Eagle3):
+        return model
+    options: dict[str, Any] = {
+        "embed": decoder.embed_tokens,
+        "num_slots": config.num_slots,
+        "context_length": context_length,
+        "device": device,
+        "dtype": dtype,
+        "linear_backend": backend,
+    }
+    if isinstance(model, Eagle3):
+        name = name or "eagle3"
+        eagle3_format.check_fit(model.config, decoder.config, name)
+        return Eagle3Drafter(_prepare(model, device, dtype), name=name, **options)
+    name = name or "dflash"
+    dflash_format.check_fit(model.config, decoder.config, name)
     if model.config.block_size < 2:
         raise InputError(f"drafter {name}: block_size {model.config.block_size} drafts nothing")
-    return DFlashDrafter(
-        model.to(device=device, dtype=dtype).eval().requires_grad_(False),
-        embed=decoder.embed_tokens,
-        head=_draft_head(model, decoder, backend),
-        num_slots=config.num_slots,
-        context_length=context_length,
-        device=device,
-        dtype=dtype,
-        linear_backend=backend,
-        name=name,
-    )
+    head = _draft_head(model, decoder, backend)
+    return DFlashDrafter(_prepare(model, device, dtype), head=head, name=name, **options)
+
+
+def load_draft_model(spec: str, decoder: Decoder, dtype: torch.dtype) -> DFlash | Eagle3:
+    """The model in a folder or on the hub, by the architecture that its config names."""
+    folder = resolve_folder(spec, what="drafter")
+    path = folder / "config.json"
+    names = read_config(path).get("architectures") or []
+    if any(name in dflash_format.ARCHITECTURES for name in names):
+        return dflash_format.load_dflash(str(folder), dtype)
+    if any(name in eagle3_format.ARCHITECTURES for name in names):
+        return eagle3_format.load_eagle3(str(folder), dtype, num_target_layers=decoder.config.num_layers)
+    known = ", ".join(dflash_format.ARCHITECTURES + eagle3_format.ARCHITECTURES)
+    raise InputError(f"{path}: architectures {names} name no drafter; known: {known}")
+
+
+def _prepare(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
+    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
 def _draft_head(model: DFlash, decoder: Decoder, backend: str) -> Callable[[Tensor], Tensor]:

@@ -55,7 +55,9 @@ class Engine:
     def add_request(self, prompt_ids: list[int], params: SamplingParams, pilot: Pilot) -> int:
         self._check_prompt(prompt_ids)
         if pilot.num_candidates and self.drafter is None:
-            raise InputError(f"pilot {pilot.name!r} needs a drafter, and none is loaded; name one or use the pilot 'ar'")
+            raise InputError(
+                f"pilot {pilot.name!r} needs a drafter, and none is loaded; name one or use the pilot 'ar'"
+            )
         request_id, self._next_id = self._next_id, self._next_id + 1
         sequence = Sequence(
             request_id=request_id,

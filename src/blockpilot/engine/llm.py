@@ -2,8 +2,11 @@
 
     llm = LLM("smollm2-135m", drafter="ngram", pilot="fixed:8")
     print(llm.generate("Why is the sky blue?").text)
+
+`stream` yields an answer while it is being written. Several streams may be open at once: they share every step.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Collection
 from typing import overload
@@ -11,15 +14,16 @@ from typing import overload
 import torch
 
 from blockpilot.core.config import EngineConfig
-from blockpilot.core.errors import InputError
+from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import Drafter
 from blockpilot.engine.assemble import build_drafter
 from blockpilot.engine.engine import Engine, Update
 from blockpilot.engine.runner import TargetRunner
-from blockpilot.models.loading import LoadedTarget, Progress, load_target
+from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.models.packing import choose_backend, pack_linears
+from blockpilot.models.wheel_download import Progress
 from blockpilot.pilots.base import Pilot
 from blockpilot.pilots.registry import load_pilot
 
@@ -44,7 +48,13 @@ class LLM:
         context_length = _resolve_context(self.config.context_length, decoder.config.context_length)
         backend = choose_backend(self.config.linear_backend, device, dtype)
         self.drafter = build_drafter(
-            drafter, decoder, config=self.config, context_length=context_length, device=device, dtype=dtype, backend=backend
+            drafter,
+            decoder,
+            config=self.config,
+            context_length=context_length,
+            device=device,
+            dtype=dtype,
+            backend=backend,
         )
         pack_linears(decoder, backend)
         self.pilot = self._resolve_pilot(pilot)
@@ -59,9 +69,12 @@ class LLM:
             token_budget=self.config.token_budget,
             eos_token_ids=self.tokenizer.eos_token_ids or decoder.config.eos_token_ids,
         )
+        self._mail: dict[int, deque[Update]] = {}  # open requests: news not yet handed to their caller
 
     @overload
-    def generate(self, prompts: str, params: SamplingParams | None = ..., *, pilot: str | Pilot | None = ..., is_raw: bool = ...) -> Completion: ...
+    def generate(  # type: ignore[overload-overlap]  # a text is a collection of texts too; the first match wins
+        self, prompts: str, params: SamplingParams | None = ..., *, pilot: str | Pilot | None = ..., is_raw: bool = ...
+    ) -> Completion: ...
 
     @overload
     def generate(
@@ -84,31 +97,37 @@ class LLM:
         pilots = _one_each(self.pilot if pilot is None else pilot, len(prompts), "pilots")
         prompt_ids = [self._encode(prompt, is_raw=is_raw) for prompt in prompts]
         request_ids: list[int] = []
-        finished: dict[int, Completion] = {}
+        completions: list[Completion] = []
         try:
             for ids, one, chosen in zip(prompt_ids, all_params, pilots, strict=True):
-                request_ids.append(self.engine.add_request(ids, one, self._resolve_pilot(chosen)))
-            while len(finished) < len(request_ids):
-                finished |= {u.request_id: u.completion for u in self.engine.step() if u.completion is not None}
+                request_ids.append(self._open(ids, one, chosen))
+            for request_id in request_ids:
+                while (completion := self._next_update(request_id).completion) is None:
+                    pass
+                completions.append(completion)
         finally:
-            self._abort(request_ids)
-        return [finished[request_id] for request_id in request_ids]
+            self._close(request_ids)
+        return completions
 
     def stream(
-        self, prompt: str | list[int], params: SamplingParams | None = None, *, pilot: str | Pilot | None = None, is_raw: bool = False
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        pilot: str | Pilot | None = None,
+        is_raw: bool = False,
     ) -> Iterator[Update]:
         """Yield text as it becomes final; the last update carries the completion. Closing the iterator aborts."""
-        chosen = self._resolve_pilot(self.pilot if pilot is None else pilot)
-        request_id = self.engine.add_request(self._encode(prompt, is_raw=is_raw), params or SamplingParams(), chosen)
+        chosen = self.pilot if pilot is None else pilot
+        request_id = self._open(self._encode(prompt, is_raw=is_raw), params or SamplingParams(), chosen)
         try:
             is_finished = False
             while not is_finished:
-                for update in self.engine.step():
-                    if update.request_id == request_id:
-                        yield update
-                        is_finished = update.completion is not None
+                update = self._next_update(request_id)
+                yield update
+                is_finished = update.completion is not None
         finally:
-            self._abort([request_id])
+            self._close([request_id])
 
     def _encode(self, prompt: str | list[int], *, is_raw: bool) -> list[int]:
         if isinstance(prompt, list):
@@ -120,8 +139,25 @@ class LLM:
     def _resolve_pilot(self, pilot: str | Pilot) -> Pilot:
         return load_pilot(pilot, has_drafter=self.drafter is not None) if isinstance(pilot, str) else pilot
 
-    def _abort(self, request_ids: list[int]) -> None:
+    def _open(self, prompt_ids: list[int], params: SamplingParams, pilot: str | Pilot) -> int:
+        request_id = self.engine.add_request(prompt_ids, params, self._resolve_pilot(pilot))
+        self._mail[request_id] = deque()
+        return request_id
+
+    def _next_update(self, request_id: int) -> Update:
+        """The next news of one request. A step advances every open request; the others' news wait in their mail."""
+        mail = self._mail[request_id]
+        while not mail:
+            if self.engine.scheduler.find(request_id) is None:
+                raise BlockPilotError("the request was dropped because a pass that it shared failed; ask again")
+            for update in self.engine.step():
+                if update.request_id in self._mail:
+                    self._mail[update.request_id].append(update)
+        return mail.popleft()
+
+    def _close(self, request_ids: list[int]) -> None:
         for request_id in request_ids:
+            self._mail.pop(request_id, None)
             self.engine.abort(request_id)
 
 

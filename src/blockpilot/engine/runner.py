@@ -20,7 +20,9 @@ class PassResult:
 
 
 class TargetRunner:
-    def __init__(self, decoder: Decoder, *, num_slots: int, context_length: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, decoder: Decoder, *, num_slots: int, context_length: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         config = decoder.config
         self.decoder = decoder
         self.device = device
@@ -51,9 +53,7 @@ class TargetRunner:
         """Run every tree (slot, tree) behind its slot's committed rows; logits of every node, packed in order."""
         token_ids = [token_id for _, tree in trees for token_id in tree.token_ids]
         positions = [self.cache.lengths[slot] + depth for slot, tree in trees for depth in tree.depths]
-        segments = [
-            Segment(slot, len(tree), None if tree.is_chain else tree.ancestor_matrix()) for slot, tree in trees
-        ]
+        segments = [Segment(slot, len(tree), None if tree.is_chain else tree.ancestor_matrix()) for slot, tree in trees]
         hidden, taps = self._forward(token_ids, positions, RaggedAttention(self.cache, segments), tap_layers)
         return PassResult(self.decoder.logits(hidden), taps)
 

@@ -79,10 +79,10 @@ class Sequence:
         return "length" if self.num_remaining <= 0 else None
 
     def _close_text(self) -> None:
-        if not self._stops.is_stopped:
-            self.text += self._stops.push(self.detokenizer.flush()) + self._stops.flush()
-            if self._stops.is_stopped:
-                self.finish_reason = "stop"
+        """Show what was held back; a stop string may complete in it. After a stop there is nothing left to show."""
+        self.text += self._stops.push(self.detokenizer.flush()) + self._stops.flush()
+        if self._stops.is_stopped:
+            self.finish_reason = "stop"
 
     def abort(self) -> None:
         if self.finish_reason is None:

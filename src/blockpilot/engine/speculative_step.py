@@ -43,7 +43,9 @@ def speculative_step(sequences: Collection[Sequence], runner: TargetRunner, draf
     )
     acceptances = _accept(sequences, trees, result.logits)
     verified = time.perf_counter()
-    counts = [_commit(sequence, acceptance, runner) for sequence, acceptance in zip(sequences, acceptances, strict=True)]
+    counts = [
+        _commit(sequence, acceptance, runner) for sequence, acceptance in zip(sequences, acceptances, strict=True)
+    ]
     _observe(sequences, trees, acceptances, result.taps, drafter)
     seconds = time.perf_counter() - started
     for sequence, size, tree, count in zip(sequences, sizes, trees, counts, strict=True):
@@ -73,9 +75,7 @@ def _draft_size(sequence: Sequence, inputs: PilotInputs) -> int:
     return max(1, min(sequence.pilot.choose(inputs), inputs.max_block_size))
 
 
-def _draft(
-    sequences: Collection[Sequence], sizes: Collection[int], drafter: Drafter | None
-) -> list[Candidates | None]:
+def _draft(sequences: Collection[Sequence], sizes: Collection[int], drafter: Drafter | None) -> list[Candidates | None]:
     rows = [index for index, size in enumerate(sizes) if size > 1]
     found: list[Candidates | None] = [None] * len(sequences)
     if drafter is None or not rows:

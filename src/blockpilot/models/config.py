@@ -61,7 +61,8 @@ def parse_decoder_config(raw: dict[str, Any], where: str) -> DecoderConfig:
     names = raw.get("architectures") or []
     architecture = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     if architecture is None:
-        raise InputError(f"{where}: architecture {names or raw.get('model_type')} is not supported; known: {', '.join(ARCHITECTURES)}")
+        found = names or raw.get("model_type")
+        raise InputError(f"{where}: architecture {found} is not supported; known: {', '.join(ARCHITECTURES)}")
     return DecoderConfig(
         architecture=architecture,
         is_tied=bool(raw.get("tie_word_embeddings", False)),
@@ -94,7 +95,9 @@ def parse_layer_shapes(raw: dict[str, Any], where: str) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise InputError(f"{where}: {error}") from error
     if shapes["num_heads"] % shapes["num_kv_heads"]:
-        raise InputError(f"{where}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {shapes['num_kv_heads']}")
+        raise InputError(
+            f"{where}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {shapes['num_kv_heads']}"
+        )
     return shapes | {"rope": _parse_rope(raw, where)}
 
 

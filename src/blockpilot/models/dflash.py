@@ -9,6 +9,7 @@ and a selector that scores a candidate given the one before it.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ class DFlashConfig:
     block_size: int
     mask_token_id: int
     tap_layers: tuple[int, ...]  # 0-based target layers whose outputs are read
-    num_target_layers: int
+    num_target_layers: int | None  # None: the checkpoint does not say
     conv_kernel_size: int = 0  # 0: plain DFlash, no convolutions
     conv_group_size: int = 16
     selector_rank: int = 0  # 0: no selector
@@ -133,17 +134,20 @@ class DFlash(nn.Module):
         """Key and value rows of all layers [layers * 2 * Hkv * D, H]: context features feed every layer alike."""
         shapes = self.config.layers
         first = shapes.num_heads * shapes.head_dim
-        return torch.cat([layer.self_attn.qkv_proj.weight[first:] for layer in self.layers])
+        return torch.cat([attention.qkv_proj.weight[first:] for attention in self._attentions()])
 
     def split_context(self, projected: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Per layer, normalised and rotated keys and values [N, Hkv, D] of `context_weight` applied to features."""
         shapes = self.config.layers
         heads = projected.view(len(projected), shapes.num_layers, 2, shapes.num_kv_heads, shapes.head_dim)
-        rotation = self.rotary(positions, projected.dtype)
+        rotation = self.rotary(positions, self.norm.weight.dtype)  # full precision where training runs in mixed
         return [
-            (apply_rotary(layer.self_attn.k_norm(heads[:, index, 0]), rotation), heads[:, index, 1])
-            for index, layer in enumerate(self.layers)
+            (apply_rotary(cast(RMSNorm, attention.k_norm)(heads[:, index, 0]), rotation), heads[:, index, 1])
+            for index, attention in enumerate(self._attentions())
         ]
+
+    def _attentions(self) -> list[Attention]:
+        return [cast(DraftLayer, layer).self_attn for layer in self.layers]
 
     def forward(self, embeddings: Tensor, positions: Tensor, attend: Attend, offsets: Tensor) -> Tensor:
         """Normalised hidden states [N, H] of packed blocks; `offsets` is each token's place in its block."""

@@ -15,6 +15,7 @@ from blockpilot.core.errors import InputError
 from blockpilot.core.files import ensure_folder, write_text
 from blockpilot.models.config import DecoderConfig, parse_layer_shapes
 from blockpilot.models.dflash import DFlash, DFlashConfig
+from blockpilot.models.drafter_fit import require_equal, require_layers
 from blockpilot.models.hf_config import layer_shapes_dict
 from blockpilot.models.hub import resolve_folder
 from blockpilot.models.tensor_files import read_safetensors_folder, write_safetensors_folder
@@ -32,17 +33,20 @@ ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 HEAD_ROWS = "draft_token_ids"
 _UNSUPPORTED = ("use_swa", "causal", "is_causal", "final_logit_softcapping")
 _UNIT_SCALES = ("input_embedding_scale", "output_multiplier")
+_TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")  # speculators may store them; never trained
 
 
 def load_dflash(spec: str, dtype: torch.dtype) -> DFlash:
     """A drafter from a local folder or hub id."""
     folder = resolve_folder(spec, what="drafter")
-    config = parse_dflash_config(read_config(folder / "config.json"), str(folder / "config.json"))
+    raw = read_config(folder / "config.json")
+    config = parse_dflash_config(raw, str(folder / "config.json"))
     tensors = read_safetensors_folder(folder)
     with torch.device("meta"):
         model = DFlash(config)
     table = dflash_names(config)
-    assemble(model, table=table, tensors=tensors, where=str(folder), dtype=dtype, ignored=(HEAD_ROWS,))
+    ignored = (HEAD_ROWS, *(_TARGET_COPIES if raw.get("speculators_model_type") else ()))
+    assemble(model, table=table, tensors=tensors, where=str(folder), dtype=dtype, ignored=ignored)
     restore_rotary(model, config.layers)
     if HEAD_ROWS in tensors:
         model.draft_token_ids = _check_head_rows(tensors[HEAD_ROWS], config, str(folder))
@@ -89,7 +93,7 @@ def parse_dflash_config(raw: dict[str, Any], where: str) -> DFlashConfig:
             block_size=int(raw.get("block_size") or options["block_size"]),
             mask_token_id=int(options["mask_token_id"]),
             tap_layers=tuple(options["target_layer_ids"]),
-            num_target_layers=int(raw["num_target_layers"]),
+            num_target_layers=None if raw["num_target_layers"] is None else int(raw["num_target_layers"]),
             conv_kernel_size=int(options.get("conv_kernel_size", 0)),
             conv_group_size=int(options.get("conv_group_size", 16)),
             selector_rank=int(options.get("selector_rank", 0)),
@@ -97,6 +101,8 @@ def parse_dflash_config(raw: dict[str, Any], where: str) -> DFlashConfig:
         )
     except KeyError as error:
         raise InputError(f"{where}: key {error.args[0]!r} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where}: {error}") from error
 
 
 def dflash_config_dict(config: DFlashConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -132,14 +138,12 @@ def check_fit(drafter: DFlashConfig, target: DecoderConfig, name: str) -> None:
         "vocab_size": (drafter.layers.vocab_size, target.vocab_size),
         "num_target_layers": (drafter.num_target_layers, target.num_layers),
     }
-    for field, (ours, theirs) in pairs.items():
-        if ours != theirs:
-            raise InputError(f"drafter {name} does not fit its target: {field} is {ours} in the drafter and {theirs} in the target")
-    beyond = [layer for layer in drafter.tap_layers if not 0 <= layer < target.num_layers]
-    if beyond:
-        raise InputError(f"drafter {name} does not fit its target: target_layer_ids {beyond} of {target.num_layers} layers")
+    require_equal(name, pairs)
+    require_layers(name, "target_layer_ids", drafter.tap_layers, target.num_layers)
     if not 0 <= drafter.mask_token_id < target.vocab_size:
-        raise InputError(f"drafter {name}: mask_token_id {drafter.mask_token_id} lies outside the vocabulary of {target.vocab_size}")
+        raise InputError(
+            f"drafter {name}: mask_token_id {drafter.mask_token_id} lies outside the vocabulary of {target.vocab_size}"
+        )
 
 
 def _refuse_unsupported(options: dict[str, Any], where: str) -> None:
@@ -159,8 +163,11 @@ def _from_speculators(raw: dict[str, Any], where: str) -> dict[str, Any]:
         shapes = dict(raw["transformer_layer_config"])
         taps = [layer - 1 for layer in raw["aux_hidden_state_layer_ids"]]
         options = {"mask_token_id": raw["mask_token_id"], "target_layer_ids": taps}
-        num_target_layers = raw.get("num_target_layers") or shapes["num_target_layers"]
-        return shapes | {"block_size": raw["block_size"], "num_target_layers": num_target_layers, "dflash_config": options}
+        return shapes | {
+            "block_size": raw["block_size"],
+            "num_target_layers": raw.get("num_target_layers"),  # this format does not say
+            "dflash_config": options,
+        }
     except KeyError as error:
         raise InputError(f"{where}: key {error.args[0]!r} is missing") from error
 

@@ -16,7 +16,9 @@ def resolve_folder(spec: str, what: str) -> Path:
         return path
     if HUB_ID.fullmatch(spec) and not path.exists():
         return fetch_from_hub(spec)
-    raise InputError(f"unknown {what} {spec!r}: give a folder with config.json and safetensors, or a hub id such as org/name")
+    raise InputError(
+        f"unknown {what} {spec!r}: give a folder with config.json and safetensors, or a hub id such as org/name"
+    )
 
 
 def fetch_from_hub(repository: str) -> Path:

@@ -67,12 +67,13 @@ def apply_rotary(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 class Attention(nn.Module):
     """Projections around `attend`: fused q/k/v, optional q/k norm, rotary, output."""
 
-    def __init__(self, config: DecoderConfig, index: int) -> None:
+    def __init__(self, config: DecoderConfig, index: int, input_size: int | None = None) -> None:
+        """`input_size` is the width of what is read, where that is not the hidden size (EAGLE-3 reads two vectors)."""
         super().__init__()
         self.index = index
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv_proj = nn.Linear(config.hidden_size, rows, bias=False)
+        self.qkv_proj = nn.Linear(input_size or config.hidden_size, rows, bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
         if config.has_qk_norm:
             self.q_norm: RMSNorm | None = RMSNorm(config.head_dim, config.norm_eps)
@@ -81,6 +82,11 @@ class Attention(nn.Module):
             self.q_norm = self.k_norm = None
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        q, k, v = self.project(x, rotation)
+        return self.o_proj(attend(self.index, q, k, v))
+
+    def project(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, Hq, D], keys and values [N, Hkv, D], normalised and rotated."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)  # [N, Hq + 2 Hkv, D]
         split = self.num_heads + self.num_kv_heads
         queries_keys, v = heads[:, :split], heads[:, split:]
@@ -88,7 +94,7 @@ class Attention(nn.Module):
             parts = (self.q_norm(queries_keys[:, : self.num_heads]), self.k_norm(queries_keys[:, self.num_heads :]))
             queries_keys = torch.cat(parts, dim=1)
         queries_keys = apply_rotary(queries_keys, rotation)
-        return self.o_proj(attend(self.index, queries_keys[:, : self.num_heads], queries_keys[:, self.num_heads :], v))
+        return queries_keys[:, : self.num_heads], queries_keys[:, self.num_heads :], v
 
 
 class MLP(nn.Module):

@@ -27,8 +27,11 @@ class PilotInputs:
 
 
 class Pilot(Protocol):
-    name: str
-    num_candidates: int  # tokens per position it wants to see; 0: it never drafts
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_candidates(self) -> int: ...  # tokens per position it wants to see; 0: it never drafts
 
     def choose(self, inputs: PilotInputs) -> int: ...
 

@@ -1,0 +1,86 @@
+"""`blockpilot synthesize`: the target writes its own training text."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from blockpilot.cli.console import print_json, show_progress
+from blockpilot.core.errors import InputError
+
+DEFAULT_TARGET = "smollm2-135m"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the shards; continues a run")
+    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="MODEL", help=f"default: {DEFAULT_TARGET}")
+    parser.add_argument("--num-prompts", type=int, default=4096, metavar="N", help="prompts to let the target write (default: 4096)")
+    parser.add_argument("--start", action="append", default=[], metavar="TEXT", help="let written prompts begin so; several take turns, '' leaves it to the target")
+    parser.add_argument("--prompts", action="append", default=[], metavar="FILE", help="further prompts: .txt or .jsonl, also .gz and .xz; repeatable")
+    parser.add_argument("--temperatures", default="0,0,0,0.8", metavar="T,T,...", help="each answer draws one of these (default: 0,0,0,0.8)")
+    parser.add_argument("--max-length", type=int, default=448, metavar="N", help="tokens of prompt and answer (default: 448)")
+    parser.add_argument("--rows", type=int, default=0, metavar="N", help="texts written side by side (default: 64 on a CPU, 2048 on a GPU)")
+    parser.add_argument("--shard-size", type=int, default=16384, metavar="N", help="prompts per shard (default: 16384)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from blockpilot.training.setup import load_training_target
+    from blockpilot.training.synthesis import SynthesisConfig, synthesize
+
+    is_gpu = arguments.device.startswith("cuda")
+    config = SynthesisConfig(
+        target=arguments.target,
+        num_written=_at_least(arguments.num_prompts, 0, "--num-prompts"),
+        starts=tuple(arguments.start) or ("",),
+        prompt_files=tuple(arguments.prompts),
+        temperatures=_parse_temperatures(arguments.temperatures),
+        max_length=_at_least(arguments.max_length, 32, "--max-length"),
+        max_prompt_length=arguments.max_length // 2,
+        num_rows=arguments.rows or (2048 if is_gpu else 64),
+        shard_size=_at_least(arguments.shard_size, 1, "--shard-size"),
+        seed=arguments.seed,
+    )
+    if not config.num_written and not config.prompt_files:
+        raise InputError("nothing to answer: give --num-prompts or --prompts FILE")
+    with show_progress("loading the target") as progress:
+        target = load_training_target(arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress)
+    folder = synthesize(config, target, arguments.out, _report_lines())
+    manifest = folder.read_manifest() or {}
+    summary = {"out": str(arguments.out), **{key: manifest[key] for key in ("num_texts", "num_answer_tokens", "num_shards")}}
+    if arguments.json:
+        print_json(summary)
+    else:
+        print(f"{summary['num_texts']:,} texts with {summary['num_answer_tokens']:,} answer tokens in {arguments.out}")
+    return 0
+
+
+def _parse_temperatures(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise InputError(f"--temperatures {text!r}: give numbers separated by commas") from error
+    if any(not 0 <= value < 10 for value in values):
+        raise InputError(f"--temperatures {text!r}: temperatures lie between 0 and 10")
+    return values
+
+
+def _at_least(value: int, least: int, name: str) -> int:
+    if value < least:
+        raise InputError(f"{name} must be at least {least}, got {value}")
+    return value
+
+
+def _report_lines():  # type: ignore[no-untyped-def]
+    """One line every few seconds: long work stays visible in terminals and logs alike."""
+    last = [0.0]
+
+    def report(what: str, done: int, total: int) -> None:
+        if done >= total or time.monotonic() - last[0] > 5:
+            last[0] = time.monotonic()
+            print(f"{what}: {done:,} of {total:,}", file=sys.stderr, flush=True)
+
+    return report

@@ -1,0 +1,195 @@
+"""EAGLE-3 checkpoints: the public format that vLLM and SGLang load (read and write), and the speculators format (read).
+
+The formats name the layer `midlayer` or `layers.0`, and keep the reduced vocabulary as offsets: `d2t` (target id =
+draft id + d2t) and the mask `t2d`. Tap layers are named in two ways. The defaults (2, N/2, N-3) and the top-level key
+`eagle_aux_hidden_state_layer_ids` name the layer whose INPUT is read, as vLLM does; inside `eagle_config` the same key
+names the layer whose OUTPUT is read, as SGLang does. Ours are outputs; both are written, so that every reader agrees.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockpilot.core.errors import InputError
+from blockpilot.core.files import ensure_folder, write_text
+from blockpilot.models.config import DecoderConfig, parse_layer_shapes
+from blockpilot.models.drafter_fit import require_equal, require_layers
+from blockpilot.models.eagle3 import NUM_TAPS, Eagle3, Eagle3Config
+from blockpilot.models.hf_config import layer_shapes_dict
+from blockpilot.models.hub import resolve_folder
+from blockpilot.models.tensor_files import read_safetensors_folder, write_safetensors_folder
+from blockpilot.models.weights import (
+    NameTable,
+    Source,
+    assemble,
+    decoder_layer_names,
+    disassemble,
+    read_config,
+    restore_rotary,
+)
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+TAP_KEY = "eagle_aux_hidden_state_layer_ids"
+EMBEDDING = "embed_tokens.weight"
+VOCABULARY_TENSORS = ("d2t", "t2d")
+_UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
+
+
+def load_eagle3(spec: str, dtype: torch.dtype, *, num_target_layers: int) -> Eagle3:
+    """A drafter from a local folder or hub id; the target's depth settles what the checkpoint leaves to defaults."""
+    folder = resolve_folder(spec, what="drafter")
+    where = str(folder / "config.json")
+    config = parse_eagle3_config(read_config(folder / "config.json"), where, num_target_layers=num_target_layers)
+    tensors = read_safetensors_folder(folder)
+    config = replace(config, has_embedding=EMBEDDING in tensors)
+    with torch.device("meta"):
+        model = Eagle3(config)
+    layer_name = "layers.0" if any(name.startswith("layers.0.") for name in tensors) else "midlayer"
+    table = eagle3_names(config, layer_name)
+    assemble(model, table=table, tensors=tensors, where=str(folder), dtype=dtype, ignored=VOCABULARY_TENSORS)
+    restore_rotary(model, config.layers)
+    model.draft_token_ids = _read_vocabulary(tensors, config, str(folder))
+    return model.eval()
+
+
+def save_eagle3(model: Eagle3, folder: Path) -> None:
+    """Write config.json and model.safetensors in the public format."""
+    ensure_folder(folder)
+    ids = model.draft_token_ids.cpu()
+    mask = torch.zeros(model.config.layers.vocab_size, dtype=torch.bool)
+    mask[ids] = True
+    tensors = disassemble(model, eagle3_names(model.config, "midlayer"))
+    write_safetensors_folder(folder, tensors | {"d2t": ids - torch.arange(len(ids)), "t2d": mask})
+    raw = eagle3_config_dict(model.config, model.norm.weight.dtype)
+    write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+
+
+def eagle3_names(config: Eagle3Config, layer_name: str) -> NameTable:
+    """Which checkpoint tensors make up each parameter; `layer_name` is what the checkpoint calls its layer."""
+    table: NameTable = {
+        name.replace("layers.0", "midlayer"): [
+            Source(source.name.replace("layers.0", layer_name), source.num_rows) for source in sources
+        ]
+        for name, sources in decoder_layer_names("", 0, config.layers).items()
+    }
+    table["midlayer.hidden_norm.weight"] = [Source(f"{layer_name}.hidden_norm.weight")]
+    same = ["fc.weight", "norm.weight", "lm_head.weight"] + ([EMBEDDING] if config.has_embedding else [])
+    return table | {name: [Source(name)] for name in same}
+
+
+def parse_eagle3_config(raw: dict[str, Any], where: str, *, num_target_layers: int) -> Eagle3Config:
+    names = raw.get("architectures") or []
+    if not any(name in ARCHITECTURES for name in names):
+        raise InputError(f"{where}: {names} is no EAGLE-3 drafter; known: {', '.join(ARCHITECTURES)}")
+    _refuse_unsupported(raw, where)
+    shapes = parse_layer_shapes(_layer_keys(raw, where), where)
+    if shapes["num_layers"] != 1:
+        raise InputError(f"{where}: num_hidden_layers={shapes['num_layers']} is not supported (only 1)")
+    depth = int(raw.get("num_target_layers") or num_target_layers)
+    config = Eagle3Config(
+        layers=DecoderConfig(architecture="llama", is_tied=False, **shapes),
+        draft_vocab_size=int(raw.get("draft_vocab_size") or shapes["vocab_size"]),
+        tap_layers=_tap_layers(raw, where, depth),
+        num_target_layers=depth,
+        target_hidden_size=int(raw.get("target_hidden_size") or shapes["hidden_size"]),
+        is_residual_normed=bool(raw.get("norm_before_residual", False)),
+    )
+    if not 1 <= config.draft_vocab_size <= shapes["vocab_size"]:
+        raise InputError(
+            f"{where}: draft_vocab_size {config.draft_vocab_size} does not lie in 1..vocab_size {shapes['vocab_size']}"
+        )
+    return config
+
+
+def eagle3_config_dict(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
+    shapes = config.layers
+    dtype_name = str(dtype).removeprefix("torch.")
+    return {
+        "architectures": [ARCHITECTURES[0]],
+        "model_type": "llama",
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "num_target_layers": config.num_target_layers,
+        TAP_KEY: [layer + 1 for layer in config.tap_layers],
+        "eagle_config": {TAP_KEY: list(config.tap_layers), "use_aux_hidden_state": True},
+        "norm_before_residual": config.is_residual_normed,
+        "dtype": dtype_name,
+        "torch_dtype": dtype_name,
+        "tie_word_embeddings": False,
+        "bos_token_id": shapes.bos_token_id,
+        "eos_token_id": shapes.eos_token_ids[0] if shapes.eos_token_ids else None,
+        **layer_shapes_dict(shapes),
+    }
+
+
+def check_fit(drafter: Eagle3Config, target: DecoderConfig, name: str) -> None:
+    """A drafter must have been made for this target; names the first field that says otherwise, and both values."""
+    pairs = {
+        "target_hidden_size": (drafter.target_hidden_size, target.hidden_size),
+        "vocab_size": (drafter.layers.vocab_size, target.vocab_size),
+        "num_target_layers": (drafter.num_target_layers, target.num_layers),
+    }
+    if not drafter.has_embedding:  # the target's embedding feeds the drafter's layer
+        pairs["hidden_size"] = (drafter.layers.hidden_size, target.hidden_size)
+    require_equal(name, pairs)
+    require_layers(name, "tap layers", drafter.tap_layers, target.num_layers)
+
+
+def _layer_keys(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """Where the shapes of the layer stand: at the top, or in speculators' own section."""
+    keys = raw
+    if raw.get("speculators_model_type"):
+        keys = raw.get("transformer_layer_config") or {}
+        if not keys:
+            raise InputError(f"{where}: key 'transformer_layer_config' is missing")
+    if keys.get("model_type", "llama") != "llama":
+        raise InputError(f"{where}: model_type={keys['model_type']!r} is not supported (only 'llama')")
+    return keys
+
+
+def _tap_layers(raw: dict[str, Any], where: str, depth: int) -> tuple[int, ...]:
+    """Output ids of the tap layers; the two keys that may name them must agree."""
+    by_input = raw.get(TAP_KEY) or raw.get("aux_hidden_state_layer_ids")  # newer speculators drop the prefix
+    by_output = (raw.get("eagle_config") or {}).get(TAP_KEY)
+    if by_input and by_output and [layer - 1 for layer in by_input] != list(by_output):
+        raise InputError(
+            f"{where}: {TAP_KEY} {by_input} (inputs) and eagle_config.{TAP_KEY} {by_output} (outputs) name other layers"
+        )
+    layers = by_output or [layer - 1 for layer in by_input or (2, depth // 2, depth - 3)]
+    if len(layers) != NUM_TAPS:
+        raise InputError(f"{where}: {TAP_KEY} must name {NUM_TAPS} layers, got {len(layers)}")
+    return tuple(int(layer) for layer in layers)
+
+
+def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
+    for key in _UNSUPPORTED:
+        if raw.get(key):
+            raise InputError(f"{where}: {key}={raw[key]!r} is not supported")
+    if (raw.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        raise InputError(f"{where}: eagle_config.use_aux_hidden_state=False is not supported (only true)")
+
+
+def _read_vocabulary(tensors: Mapping[str, Tensor], config: Eagle3Config, where: str) -> Tensor:
+    """The target's id of every row of the head; without `d2t` the head must cover the whole vocabulary."""
+    rows, vocab_size = torch.arange(config.draft_vocab_size), config.layers.vocab_size
+    if "d2t" not in tensors:
+        if config.draft_vocab_size != vocab_size:
+            raise InputError(f"{where}: missing tensors: d2t; draft_vocab_size is smaller than vocab_size")
+        return rows
+    offsets = tensors["d2t"]
+    if offsets.is_floating_point() or offsets.shape != rows.shape:
+        raise InputError(f"{where}: d2t must be {len(rows)} integers, got {offsets.dtype} {list(offsets.shape)}")
+    ids = rows + offsets.to(torch.int64)
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) != len(ids):
+        raise InputError(f"{where}: d2t names ids twice or outside the vocabulary of {vocab_size}")
+    if "t2d" in tensors:
+        mask = torch.zeros(vocab_size, dtype=torch.bool)
+        mask[ids] = True
+        if tensors["t2d"].shape != mask.shape or not torch.equal(tensors["t2d"].to(torch.bool), mask):
+            raise InputError(f"{where}: t2d and d2t name different tokens")
+    return ids

@@ -1,0 +1,65 @@
+"""Blocks to learn from: random anchors inside answers, and what each block may see.
+
+Everything is static in shape, so that the training step compiles once. A block shorter than the full size is the same
+tensor with its tail hidden: that is how mixed block sizes train together.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    anchors: Tensor  # [B, A] position of each block's anchor
+    sizes: Tensor  # [B, A] block size, 2 .. full
+    labels: Tensor  # [B, A, full - 1] the text's own tokens behind the anchor
+    is_valid: Tensor  # [B, A, full - 1] inside the text and inside the block
+
+    @property
+    def full_size(self) -> int:
+        return self.labels.shape[-1] + 1
+
+
+def sample_blocks(
+    ids: Tensor,
+    lengths: Tensor,
+    prompt_lengths: Tensor,
+    *,
+    num_blocks: int,
+    full_size: int,
+    min_size: int,
+    generator: torch.Generator,
+) -> Blocks:
+    """`num_blocks` anchors per text, uniform over the answer; sizes uniform from `min_size` to `full_size`."""
+    count = (len(ids), num_blocks)
+    device = ids.device
+    uniform = torch.rand(count, generator=generator, device=device)
+    room = (lengths - 1 - prompt_lengths).clamp(min=1)[:, None]  # anchors from the first answer token to the last but one
+    anchors = prompt_lengths[:, None] + (uniform * room).long()
+    anchors = anchors.clamp(max=ids.shape[1] - 1)
+    sizes = torch.randint(min_size, full_size + 1, count, generator=generator, device=device)
+    return make_blocks(ids, lengths, anchors=anchors, sizes=sizes, full_size=full_size)
+
+
+def make_blocks(ids: Tensor, lengths: Tensor, *, anchors: Tensor, sizes: Tensor, full_size: int) -> Blocks:
+    steps = torch.arange(1, full_size, device=ids.device)
+    places = anchors[..., None] + steps  # [B, A, full - 1]
+    labels = ids[:, None].expand(-1, anchors.shape[1], -1).gather(2, places.clamp(max=ids.shape[1] - 1))
+    is_valid = (places < lengths[:, None, None]) & (steps < sizes[..., None])
+    return Blocks(anchors, sizes, labels, is_valid)
+
+
+def block_mask(blocks: Blocks, width: int) -> Tensor:
+    """[B, A * full, width + A * full]: context strictly before the anchor, and the block's own visible tokens."""
+    batch_size, num_blocks = blocks.anchors.shape
+    full, device = blocks.full_size, blocks.anchors.device
+    anchors = blocks.anchors.repeat_interleave(full, dim=1)  # [B, A * full]
+    context = torch.arange(width, device=device) < anchors[..., None]
+    owner = torch.arange(num_blocks, device=device).repeat_interleave(full)
+    offset = torch.arange(full, device=device).repeat(num_blocks)
+    visible = offset < blocks.sizes.repeat_interleave(full, dim=1)  # [B, A * full], as keys
+    own = (owner[:, None] == owner) & visible[:, None]
+    own = own | torch.eye(num_blocks * full, dtype=torch.bool, device=device)  # hidden queries must see something
+    return torch.cat((context, own), dim=-1)

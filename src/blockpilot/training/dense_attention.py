@@ -1,0 +1,91 @@
+"""Attention over dense batches, for training and bulk generation: the same `attend` contract as the engine's.
+
+Packed rows are a flattened [batch, time] grid here, so one scaled-dot-product call serves a whole batch.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class CausalAttention:
+    """Whole sequences at once, nothing cached: the target's pass over finished texts."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        queries, keys, values = (_split(x, self.batch_size) for x in (q, k, v))
+        keys, values = _expand(keys, q.shape[1]), _expand(values, q.shape[1])
+        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        return out.transpose(1, 2).reshape(q.shape[0], -1)
+
+
+class StaticCacheAttention:
+    """One new token per row against a preallocated cache; shapes never change, so the pass can be a CUDA graph.
+
+    Row b writes at `positions[b]` and reads rows up to and including it, within the first `window` rows.
+    """
+
+    def __init__(self, cache: Tensor, positions: Tensor, window: int) -> None:
+        self.cache = cache  # [layers, 2, B, Hkv, capacity, D]
+        self.positions = positions
+        self.window = window
+        self.rows = torch.arange(len(positions), device=positions.device)
+        seen = torch.arange(window, device=positions.device) <= positions[:, None]
+        self.bias = torch.zeros(seen.shape, dtype=cache.dtype, device=cache.device).masked_fill_(~seen, float("-inf"))
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        num_rows, num_heads, head_dim = q.shape
+        num_kv_heads = k.shape[1]
+        keys, values = self.cache[layer, 0], self.cache[layer, 1]
+        keys[self.rows, :, self.positions] = k
+        values[self.rows, :, self.positions] = v
+        queries = q.view(num_rows, num_kv_heads, -1, head_dim) * head_dim**-0.5  # [B, Hkv, G, D]
+        scores = queries @ keys[:, :, : self.window].transpose(-1, -2) + self.bias[:, None, None]  # [B, Hkv, G, W]
+        out = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ values[:, :, : self.window]
+        return out.reshape(num_rows, num_heads * head_dim)
+
+
+class PrefillAttention:
+    """Padded prompts of some rows, causal from position 0, written into the static cache."""
+
+    def __init__(self, cache: Tensor, rows: Tensor, length: int) -> None:
+        self.cache, self.rows, self.length = cache, rows, length
+        self.causal = CausalAttention(len(rows))
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for index, new in enumerate((k, v)):
+            self.cache[layer, index, self.rows, :, : self.length] = _split(new, len(self.rows))
+        return self.causal(layer, q, k, v)
+
+
+class BlockAttention:
+    """Drafter blocks of many anchors: each block sees the context before its anchor, and itself, both ways.
+
+    `mask` [B, blocks * size, time + blocks * size] is true where a query may look; `context` holds each layer's keys
+    and values of the whole text, [B * time, Hkv, D].
+    """
+
+    def __init__(self, mask: Tensor, context: list[tuple[Tensor, Tensor]]) -> None:
+        self.mask = mask[:, None]
+        self.context = context
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch_size = self.mask.shape[0]
+        seen_keys, seen_values = (_split(x, batch_size) for x in self.context[layer])
+        keys = torch.cat((seen_keys, _split(k, batch_size)), dim=2)
+        values = torch.cat((seen_values, _split(v, batch_size)), dim=2)
+        keys, values = _expand(keys, q.shape[1]), _expand(values, q.shape[1])
+        out = F.scaled_dot_product_attention(_split(q, batch_size), keys, values, attn_mask=self.mask)
+        return out.transpose(1, 2).reshape(q.shape[0], -1)
+
+
+def _split(x: Tensor, batch_size: int) -> Tensor:
+    """[B * T, H, D] -> [B, H, T, D]."""
+    return x.view(batch_size, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def _expand(x: Tensor, num_heads: int) -> Tensor:
+    """Repeat grouped heads: [B, Hkv, T, D] -> [B, H, T, D]."""
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)

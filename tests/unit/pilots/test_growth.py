@@ -1,0 +1,92 @@
+"""Chains and trees out of candidates, against every path written out."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from blockpilot.core.candidates import Candidates
+from blockpilot.core.tree import DraftTree
+from blockpilot.pilots.base import Nodes
+from blockpilot.pilots.growth import grow_chain, grow_tree
+
+POSITIONS, WIDTH = 4, 3
+TOKEN_IDS = np.arange(POSITIONS * WIDTH, dtype=np.int64).reshape(POSITIONS, WIDTH) + 100
+
+
+def log_softmax(scores: np.ndarray) -> np.ndarray:
+    return (scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))).astype(np.float32)
+
+
+def random_candidates(seed: int, *, is_pairwise: bool) -> Candidates:
+    random = np.random.default_rng(seed)
+    marginals = -np.sort(-log_softmax(random.normal(size=(POSITIONS, WIDTH)) * 2))
+    if not is_pairwise:
+        return Candidates(TOKEN_IDS, marginals)
+    pairwise = log_softmax(random.normal(size=(POSITIONS - 1, WIDTH, WIDTH)) * 2)
+    return Candidates(TOKEN_IDS, marginals, first=log_softmax(random.normal(size=WIDTH)), pairwise=pairwise)
+
+
+def score_every_path(candidates: Candidates) -> dict[tuple[int, ...], float]:
+    """Token path -> sum of the log-probabilities on it, for every path of every length."""
+    scores = {}
+    for depth in range(1, candidates.num_positions + 1):
+        for ranks in product(range(candidates.width), repeat=depth):
+            parents = (0, *ranks)
+            steps = [candidates.child_log_probs(d, parents[d])[rank] for d, rank in enumerate(ranks)]
+            path = tuple(int(candidates.token_ids[d, rank]) for d, rank in enumerate(ranks))
+            scores[path] = float(np.sum(steps, dtype=np.float64))
+    return scores
+
+
+def paths_of(nodes: Nodes) -> list[tuple[int, ...]]:
+    tree = DraftTree.build(0, nodes)  # refuses a child that stands before its parent
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tree)):
+        paths.append((*paths[tree.parents[node]], tree.token_ids[node]))
+    return paths[1:]
+
+
+@pytest.mark.parametrize("is_pairwise", [False, True])
+@pytest.mark.parametrize("num_nodes", [1, 2, 5, 17, 60])
+@pytest.mark.parametrize("seed", range(3))
+def test_tree_holds_the_best_nodes_of_all(seed: int, num_nodes: int, is_pairwise: bool) -> None:
+    candidates = random_candidates(seed, is_pairwise=is_pairwise)
+    scores = score_every_path(candidates)
+    paths = paths_of(grow_tree(candidates, num_nodes))
+    assert len(set(paths)) == num_nodes
+    best = sorted(scores.values(), reverse=True)[:num_nodes]
+    np.testing.assert_allclose([scores[path] for path in paths], best, atol=1e-5)  # best first, too
+
+
+@pytest.mark.parametrize("is_pairwise", [False, True])
+def test_tree_ends_where_candidates_end(is_pairwise: bool) -> None:
+    candidates = random_candidates(0, is_pairwise=is_pairwise)
+    paths = paths_of(grow_tree(candidates, 10_000))
+    assert len(paths) == len(set(paths)) == len(score_every_path(candidates)) == 3 + 9 + 27 + 81
+
+
+@pytest.mark.parametrize("is_pairwise", [False, True])
+@pytest.mark.parametrize("max_nodes", [0, 1, 3, 4, 9])
+def test_chain_follows_the_best_child_of_each_node(max_nodes: int, is_pairwise: bool) -> None:
+    candidates = random_candidates(1, is_pairwise=is_pairwise)
+    nodes = grow_chain(candidates, max_nodes)
+    assert len(nodes) == min(max_nodes, POSITIONS)
+    rank = 0
+    for position, (parent, token_id) in enumerate(nodes):
+        rank = max(range(WIDTH), key=lambda child: candidates.child_log_probs(position, rank)[child])
+        assert (parent, token_id) == (position, TOKEN_IDS[position, rank])
+
+
+def test_chain_depends_on_the_parent_and_not_only_on_marginals() -> None:
+    marginals = np.log(np.array([[0.6, 0.4], [0.9, 0.1]], dtype=np.float32))
+    pairwise = np.log(np.array([[[0.2, 0.8], [0.5, 0.5]]], dtype=np.float32))
+    first = np.log(np.array([0.7, 0.3], dtype=np.float32))
+    ids = np.array([[1, 2], [3, 4]])
+    assert grow_chain(Candidates(ids, marginals), 2) == [(0, 1), (1, 3)]
+    assert grow_chain(Candidates(ids, marginals, first=first, pairwise=pairwise), 2) == [(0, 1), (1, 4)]
+
+
+def test_no_candidates_no_nodes() -> None:
+    empty = Candidates(np.zeros((0, 1), dtype=np.int64), np.zeros((0, 1), dtype=np.float32))
+    assert grow_chain(empty, 8) == grow_tree(empty, 8) == []

@@ -15,10 +15,12 @@ from pathlib import Path
 import torch
 
 from blockpilot.models.dflash_format import load_dflash
+from blockpilot.models.eagle3_format import load_eagle3
 from blockpilot.models.loading import LoadedTarget
 from blockpilot.text.prompts import read_prompts
 from blockpilot.training.bulk_generation import BulkGenerator, Row
-from blockpilot.training.evaluation import evaluate_dflash
+from blockpilot.training.eagle3_training import evaluate_eagle3
+from blockpilot.training.evaluation import TauReport, evaluate_dflash
 from blockpilot.training.responses import Response, ResponseSet
 from blockpilot.training.setup import load_training_target
 
@@ -48,6 +50,15 @@ def answer(target: LoadedTarget, path: Path, *, num_prompts: int, max_new_tokens
     return ResponseSet.from_responses(Response(row.prompt_ids + row.answer_ids, len(row.prompt_ids)) for row in rows)
 
 
+def evaluate(target: LoadedTarget, folder: str, texts: ResponseSet, block_size: int) -> TauReport:
+    weight = target.decoder.embed_tokens.weight
+    options = {"block_size": block_size, "width": int(texts.lengths.max()), "batch_size": 8}
+    if "Eagle3" in (Path(folder) / "config.json").read_text(encoding="utf-8"):
+        head = load_eagle3(folder, weight.dtype, num_target_layers=target.decoder.config.num_layers).to(weight.device)
+        return evaluate_eagle3(head, target.decoder, texts, **options)
+    return evaluate_dflash(load_dflash(folder, weight.dtype).to(weight.device), target.decoder, texts, **options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
@@ -64,12 +75,10 @@ def main() -> None:
     answers = {task: answer(target, arguments.data / name, **limits) for task, name in TASKS.items()}
     dtype = target.decoder.embed_tokens.weight.dtype
     for folder in arguments.drafter:
-        model = load_dflash(folder, dtype).to(arguments.device)
         for size in map(int, arguments.block_sizes.split(",")):
             means = []
             for task, texts in answers.items():
-                width = int(texts.lengths.max())
-                report = evaluate_dflash(model, target.decoder, texts, block_size=size, width=width, batch_size=8)
+                report = evaluate(target, folder, texts, size)
                 row = {"drafter": folder, "task": task, "block_size": size, "num_prompts": len(texts), "dtype": str(dtype)}
                 print(json.dumps(row | vars(report)), flush=True)
                 means += [report.tau_loop_free] if task in HEADLINE else []

@@ -3,7 +3,15 @@
 import pytest
 
 from blockpilot import SamplingParams, load_pilot
-from tests.tiny import ARCHITECTURES, CONTEXT_LENGTH, RandomTreePilot, ScriptedDrafter, make_dflash, make_eagle3, make_llm
+from tests.tiny import (
+    ARCHITECTURES,
+    CONTEXT_LENGTH,
+    RandomTreePilot,
+    ScriptedDrafter,
+    make_dflash,
+    make_eagle3,
+    make_llm,
+)
 
 PROMPTS = ["the quick brown fox", "abcabcabcabcabcabc", "Z", "speculation is cheap and proof is dear 0123"]
 SAMPLING = {

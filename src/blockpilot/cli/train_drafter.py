@@ -9,7 +9,7 @@ from blockpilot.cli.console import print_json, show_progress
 from blockpilot.core.errors import InputError
 
 DEFAULT_TARGET = "smollm2-135m"
-KINDS = ("dflash", "dflash2")
+KINDS = ("dflash", "dflash2", "eagle3")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +31,7 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--block-size", type=int, default=16, metavar="B", help="default: 16")
     group.add_argument("--intermediate-size", type=int, default=None, metavar="N", help="default: the target's")
     group.add_argument("--selector-rank", type=int, default=32, metavar="R", help="dflash2 (default: 32)")
+    group.add_argument("--unrolled", type=int, default=7, metavar="N", help="eagle3: steps of training-time test (default: 7)")
     group.add_argument("--head-size", type=int, default=0, metavar="N", help="look only at the N most used tokens (default: all)")
 
 
@@ -62,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         intermediate_size=arguments.intermediate_size,
         selector_rank=arguments.selector_rank,
         head_size=arguments.head_size,
+        unrolled=_positive(arguments.unrolled, "--unrolled"),
         steps=_positive(arguments.steps, "--steps"),
         batch_size=_positive(arguments.batch_size, "--batch-size"),
         width=_positive(arguments.width, "--width"),

@@ -59,9 +59,7 @@ class Eagle3Layer(nn.Module):
         x = residual + self.self_attn(self._join(embeddings, normed), rotation, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def keys_values(
-        self, embeddings: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def keys_values(self, embeddings: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         _, keys, values = self.self_attn.project(self._join(embeddings, self.hidden_norm(hidden)), rotation)
         return keys, values
 

@@ -70,7 +70,7 @@ def _likeliest_path(tree: ProposedTree, max_nodes: int) -> Nodes:
 
 
 def _best_nodes(tree: ProposedTree, num_nodes: int) -> Nodes:
-    """The best-scored nodes. No child outscores its parent and ties keep the order, so every parent is in, and first."""
+    """The best-scored nodes. No child outscores its parent and ties keep the order: every parent is in, and first."""
     chosen = np.argsort(-tree.path_scores(), kind="stable")[:num_nodes]
     renamed = {0: 0} | {int(index) + 1: place for place, index in enumerate(chosen, start=1)}
     return [(renamed[int(tree.parents[index])], int(tree.token_ids[index])) for index in chosen]

@@ -63,6 +63,11 @@ def evaluate_dflash(
                 hits_at.setdefault(index, []).append(hits[row][is_anchor[row]].cumprod(-1).sum(-1).cpu())
     emitted = [1 + torch.cat(hits_at[index]) for index in range(len(responses))]
     per_depth = torch.cat(recalls).mean(0) if recalls else torch.zeros(block_size - 1, 2)
+    return tau_report(emitted, responses, width=width, per_depth=per_depth)
+
+
+def tau_report(emitted: list[Tensor], responses: ResponseSet, *, width: int, per_depth: Tensor) -> TauReport:
+    """Walk every text; `emitted[i][k]` is what a step from the k-th answer token of text i would emit."""
     answers = [responses.answer_ids(index, width) for index in range(len(responses))]
     walks = [_walk(lengths, answer) for lengths, answer in zip(emitted, answers, strict=True)]
     return _summarise([walk for walk in walks if walk[0]], per_depth)

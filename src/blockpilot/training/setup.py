@@ -6,16 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockpilot.core.config import MAX_BLOCK_SIZE
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.dflash_format import save_dflash
+from blockpilot.models.eagle3 import Eagle3
+from blockpilot.models.eagle3_format import save_eagle3
 from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.models.wheel_download import Progress
 from blockpilot.training.dflash_objective import DFlashObjectiveConfig
 from blockpilot.training.dflash_training import DFlashShape, DFlashTraining, build_dflash, check_data, frequent_tokens
 from blockpilot.training.distributed import join_group
+from blockpilot.training.eagle3_training import Eagle3Shape, Eagle3Training, build_eagle3
 from blockpilot.training.responses import ResponseFolder, ResponseSet
 from blockpilot.training.trainer import LoopConfig, Trainer
 
@@ -33,7 +37,8 @@ class DrafterRun:
     block_size: int = 16
     intermediate_size: int | None = None
     selector_rank: int = 32
-    head_size: int = 0
+    head_size: int = 0  # eagle3: rows of its own head, 0 means 4096
+    unrolled: int = 7  # eagle3: steps of training-time test
     steps: int = 2000
     batch_size: int = 64
     width: int = 448
@@ -81,17 +86,8 @@ def train_drafter(
     training_texts, held_out = split_texts(texts, run.limit_texts)
     agreement = check_data(target.decoder, training_texts, device=device, width=run.width)
     torch.manual_seed(run.seed)
-    model = _build_model(run, target, training_texts).to(device)
-    objective = DFlashTraining(
-        model,
-        target.decoder,
-        DFlashObjectiveConfig(position_weights=run.position_weights, gamma=run.gamma, labels=run.labels),
-        num_blocks=run.blocks,
-        min_block_size=run.min_block_size,
-        is_compiled=run.is_compiled,
-        held_out=held_out,
-        width=run.width,
-    )
+    objective = _build_objective(run, target, training_texts, held_out)
+    model = objective.model
     identity = {"run": asdict(run), "target": target.name, "data": manifest.get("config"), "num_texts": len(training_texts)}
     trainer = Trainer(objective, training_texts, loop_config(run), out=out, device=device, group=group, identity=identity)
     try:
@@ -100,8 +96,36 @@ def train_drafter(
         raise BlockPilotError("out of GPU memory: lower --batch-size, --blocks or --head-size and start again") from error
     folder = out / "drafter"
     if group.rank == 0:
-        save_dflash(model.to(torch.bfloat16), folder)
+        model.to(torch.bfloat16)
+        save_eagle3(model, folder) if isinstance(model, Eagle3) else save_dflash(model, folder)
     return {"drafter": str(folder), "steps": run.steps, "agreement": round(agreement, 4), "num_parameters": count(model)}
+
+
+def _build_objective(
+    run: DrafterRun, target: LoadedTarget, texts: ResponseSet, held_out: ResponseSet
+) -> DFlashTraining | Eagle3Training:
+    device = target.decoder.embed_tokens.weight.device
+    shared = {"is_compiled": run.is_compiled, "held_out": held_out, "width": run.width}
+    if run.kind == "eagle3":
+        config = target.decoder.config
+        rows = _frequent(run.head_size or 4096, target, texts)
+        shape = Eagle3Shape(intermediate_size=run.intermediate_size, num_unrolled=run.unrolled)
+        head = build_eagle3(shape, config, rows).to(device)
+        return Eagle3Training(head, target.decoder, num_unrolled=run.unrolled, **shared)
+    return DFlashTraining(
+        _build_dflash(run, target, texts).to(device),
+        target.decoder,
+        DFlashObjectiveConfig(position_weights=run.position_weights, gamma=run.gamma, labels=run.labels),
+        num_blocks=run.blocks,
+        min_block_size=run.min_block_size,
+        **shared,
+    )
+
+
+def _frequent(count: int, target: LoadedTarget, texts: ResponseSet) -> Tensor:
+    config = target.decoder.config
+    always = tuple(target.tokenizer.eos_token_ids or config.eos_token_ids)
+    return frequent_tokens(texts, vocab_size=config.vocab_size, count=min(count, config.vocab_size), always=always)
 
 
 def count(model: torch.nn.Module) -> int:
@@ -132,7 +156,7 @@ def loop_config(run: DrafterRun) -> LoopConfig:
     )
 
 
-def _build_model(run: DrafterRun, target: LoadedTarget, texts: ResponseSet) -> DFlash:
+def _build_dflash(run: DrafterRun, target: LoadedTarget, texts: ResponseSet) -> DFlash:
     config = target.decoder.config
     shape = DFlashShape(
         num_layers=run.layers,
@@ -148,10 +172,7 @@ def _build_model(run: DrafterRun, target: LoadedTarget, texts: ResponseSet) -> D
         raise InputError(f"--taps {beyond}: the target has {config.num_layers} layers, numbered from 0")
     model = build_dflash(shape, config, mask_token_id=choose_mask_token(target, texts))
     if run.head_size and run.head_size < config.vocab_size:
-        always = tuple(target.tokenizer.eos_token_ids or config.eos_token_ids)
-        model.draft_token_ids = frequent_tokens(
-            texts, vocab_size=config.vocab_size, count=run.head_size, always=always
-        )
+        model.draft_token_ids = _frequent(run.head_size, target, texts)
     return model
 
 

@@ -29,7 +29,7 @@ from blockpilot.models.loading import LoadedTarget
 from tests.support import decoder_logits
 from tests.tiny import CONFIGS, make_dflash, make_tokenizer
 
-NUM_WORDS, PROMPT, ANSWER_LENGTH, NUM_ANSWERS = 4, [1, 3, 2], 4, 1200
+NUM_WORDS, PROMPT, ANSWER_LENGTH, NUM_ANSWERS = 4, [1, 3, 2], 4, 900
 SAMPLING = {"T=1.5": {"temperature": 1.5}, "T=1 top-k": {"temperature": 1.0, "top_k": 3}}
 
 
@@ -40,6 +40,7 @@ def make_llm() -> LLM:
         torch.nn.init.normal_(parameter, std=0.2 if parameter.dim() > 1 else 1.0)
     shapes = make_dflash().config
     drafter = DFlash(replace(shapes, layers=replace(shapes.layers, vocab_size=NUM_WORDS), mask_token_id=0))
+    torch.nn.init.constant_(drafter.norm.weight, 8.0)  # a drafter that is sure of itself, rightly or not
     target = LoadedTarget(decoder=decoder, tokenizer=make_tokenizer(), name="tiny", path=Path("tiny"))
     config = EngineConfig(num_slots=24, token_budget=128, linear_backend="plain")
     return LLM(target, drafter=drafter, config=config)  # type: ignore[arg-type]

@@ -2,9 +2,9 @@
 
     python benchmarks/drafter_tau.py --data DIR --drafter DIR [--drafter DIR ...] --device cuda
 
-`--data` is a folder of prompt sets (`gsm8k_test.jsonl.gz`, ...). Calibration prompts (sha256(id) divisible by 4) are left
-out; the first `--num-prompts` test prompts of each task are answered greedily, then every drafter is evaluated at every
-anchor of those answers. In float32 the result equals online decoding; in bfloat16 it is an estimate.
+`--data` is a folder of prompt sets (`gsm8k_test.jsonl.gz`, ...). Calibration prompts (sha256(id) divisible by 4) are
+left out; the first `--num-prompts` test prompts of each task are answered greedily, then every drafter is evaluated at
+every anchor of those answers. In float32 the result equals online decoding; in bfloat16 it is an estimate.
 """
 
 import argparse
@@ -79,10 +79,20 @@ def main() -> None:
             means = []
             for task, texts in answers.items():
                 report = evaluate(target, folder, texts, size)
-                row = {"drafter": folder, "task": task, "block_size": size, "num_prompts": len(texts), "dtype": str(dtype)}
+                row = {
+                    "drafter": folder,
+                    "task": task,
+                    "block_size": size,
+                    "num_prompts": len(texts),
+                    "dtype": str(dtype),
+                }
                 print(json.dumps(row | vars(report)), flush=True)
                 means += [report.tau_loop_free] if task in HEADLINE else []
-            print(f"{folder} B={size}: mean tau_loop_free {sum(means) / len(means):.3f} of {[round(m, 2) for m in means]}", file=sys.stderr)
+            print(
+                f"{folder} B={size}: mean tau_loop_free {sum(means) / len(means):.3f} "
+                f"of {[round(m, 2) for m in means]}",
+                file=sys.stderr,
+            )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     default = EngineConfig()
     target_help = f"preset, Hugging Face folder, GGUF file or hub id (default: {DEFAULT_TARGET})"
     group.add_argument("--target", default=DEFAULT_TARGET, metavar="MODEL", help=target_help)
-    drafter_help = "ngram, none, or a folder or hub id with a DFlash drafter (default: none)"
+    drafter_help = "ngram, none, or a folder or hub id with a DFlash or EAGLE-3 drafter (default: none)"
     group.add_argument("--drafter", metavar="MODEL", help=drafter_help)
     pilot_help = "ar, fixed:B (chain, block size B), tree:N (N nodes) or auto (default: auto)"
     group.add_argument("--pilot", default="auto", help=pilot_help)

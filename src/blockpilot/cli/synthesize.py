@@ -14,12 +14,39 @@ DEFAULT_TARGET = "smollm2-135m"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the shards; continues a run")
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="MODEL", help=f"default: {DEFAULT_TARGET}")
-    parser.add_argument("--num-prompts", type=int, default=4096, metavar="N", help="prompts to let the target write (default: 4096)")
-    parser.add_argument("--start", action="append", default=[], metavar="TEXT", help="let written prompts begin so; several take turns, '' leaves it to the target")
-    parser.add_argument("--prompts", action="append", default=[], metavar="FILE", help="further prompts: .txt or .jsonl, also .gz and .xz; repeatable")
-    parser.add_argument("--temperatures", default="0,0,0,0.8", metavar="T,T,...", help="each answer draws one of these (default: 0,0,0,0.8)")
-    parser.add_argument("--max-length", type=int, default=448, metavar="N", help="tokens of prompt and answer (default: 448)")
-    parser.add_argument("--rows", type=int, default=0, metavar="N", help="texts written side by side (default: 64 on a CPU, 2048 on a GPU)")
+    parser.add_argument(
+        "--num-prompts", type=int, default=4096, metavar="N", help="prompts to let the target write (default: 4096)"
+    )
+    parser.add_argument(
+        "--start",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="let written prompts begin so; several take turns, '' leaves it to the target",
+    )
+    parser.add_argument(
+        "--prompts",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="further prompts: .txt or .jsonl, also .gz and .xz; repeatable",
+    )
+    parser.add_argument(
+        "--temperatures",
+        default="0,0,0,0.8",
+        metavar="T,T,...",
+        help="each answer draws one of these (default: 0,0,0,0.8)",
+    )
+    parser.add_argument(
+        "--max-length", type=int, default=448, metavar="N", help="tokens of prompt and answer (default: 448)"
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=0,
+        metavar="N",
+        help="texts written side by side (default: 64 on a CPU, 2048 on a GPU)",
+    )
     parser.add_argument("--shard-size", type=int, default=16384, metavar="N", help="prompts per shard (default: 16384)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
@@ -47,10 +74,15 @@ def run(arguments: argparse.Namespace) -> int:
     if not config.num_written and not config.prompt_files:
         raise InputError("nothing to answer: give --num-prompts or --prompts FILE")
     with show_progress("loading the target") as progress:
-        target = load_training_target(arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress)
+        target = load_training_target(
+            arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress
+        )
     folder = synthesize(config, target, arguments.out, _report_lines())
     manifest = folder.read_manifest() or {}
-    summary = {"out": str(arguments.out), **{key: manifest[key] for key in ("num_texts", "num_answer_tokens", "num_shards")}}
+    summary = {
+        "out": str(arguments.out),
+        **{key: manifest[key] for key in ("num_texts", "num_answer_tokens", "num_shards")},
+    }
     if arguments.json:
         print_json(summary)
     else:

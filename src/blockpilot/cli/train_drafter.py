@@ -13,8 +13,12 @@ KINDS = ("dflash", "dflash2", "eagle3")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder written by `blockpilot synthesize`")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoints, log and the drafter; continues a run")
+    parser.add_argument(
+        "--data", type=Path, required=True, metavar="DIR", help="folder written by `blockpilot synthesize`"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="checkpoints, log and the drafter; continues a run"
+    )
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="MODEL", help=f"default: {DEFAULT_TARGET}")
     parser.add_argument("--kind", choices=KINDS, default="dflash", help="default: dflash")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu); several GPUs: start with torchrun")
@@ -27,29 +31,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_shape(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--layers", type=int, default=3, metavar="N", help="draft layers (default: 3)")
-    group.add_argument("--taps", default="5", metavar="N|I,I,...", help="how many target layers to read, or which (default: 5)")
+    group.add_argument(
+        "--taps", default="5", metavar="N|I,I,...", help="how many target layers to read, or which (default: 5)"
+    )
     group.add_argument("--block-size", type=int, default=16, metavar="B", help="default: 16")
     group.add_argument("--intermediate-size", type=int, default=None, metavar="N", help="default: the target's")
     group.add_argument("--selector-rank", type=int, default=32, metavar="R", help="dflash2 (default: 32)")
-    group.add_argument("--unrolled", type=int, default=7, metavar="N", help="eagle3: steps of training-time test (default: 7)")
-    group.add_argument("--head-size", type=int, default=0, metavar="N", help="look only at the N most used tokens (default: all)")
+    group.add_argument(
+        "--unrolled", type=int, default=7, metavar="N", help="eagle3: steps of training-time test (default: 7)"
+    )
+    group.add_argument(
+        "--head-size", type=int, default=0, metavar="N", help="look only at the N most used tokens (default: all)"
+    )
 
 
 def _add_loop(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--start-from", metavar="DIR", help="start with the weights of this drafter of the same shape")
     group.add_argument("--steps", type=int, default=2000, metavar="N", help="default: 2000")
-    group.add_argument("--batch-size", type=int, default=64, metavar="N", help="texts per step, all processes together (default: 64)")
+    group.add_argument(
+        "--batch-size", type=int, default=64, metavar="N", help="texts per step, all processes together (default: 64)"
+    )
     group.add_argument("--width", type=int, default=448, metavar="N", help="texts are cut here (default: 448)")
     group.add_argument("--blocks", type=int, default=32, metavar="N", help="anchors per text (default: 32)")
-    group.add_argument("--min-block-size", type=int, default=0, metavar="B", help="below --block-size: mixed sizes (default: off)")
+    group.add_argument(
+        "--min-block-size", type=int, default=0, metavar="B", help="below --block-size: mixed sizes (default: off)"
+    )
     group.add_argument("--learning-rate", type=float, default=1.5e-3, metavar="X", help="default: 1.5e-3")
     group.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="default: adamw")
-    group.add_argument("--position-weights", choices=("exponential", "d-pace"), default="exponential", help="default: exponential")
-    group.add_argument("--gamma", type=float, default=7.0, metavar="X", help="decay of exponential weights (default: 7)")
+    group.add_argument(
+        "--position-weights", choices=("exponential", "d-pace"), default="exponential", help="default: exponential"
+    )
+    group.add_argument(
+        "--gamma", type=float, default=7.0, metavar="X", help="decay of exponential weights (default: 7)"
+    )
     group.add_argument("--labels", choices=("data", "argmax"), default="data", help="default: data")
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--evaluate-every", type=int, default=0, metavar="N", help="default: only at the end")
     group.add_argument("--checkpoint-every", type=int, default=500, metavar="N", help="default: 500")
-    group.add_argument("--limit-texts", type=int, default=0, metavar="N", help="train on the first N texts only (default: all)")
+    group.add_argument(
+        "--limit-texts", type=int, default=0, metavar="N", help="train on the first N texts only (default: all)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -78,10 +99,13 @@ def run(arguments: argparse.Namespace) -> int:
         evaluate_every=arguments.evaluate_every,
         checkpoint_every=_positive(arguments.checkpoint_every, "--checkpoint-every"),
         limit_texts=arguments.limit_texts,
+        start_from=arguments.start_from,
         is_compiled=not arguments.no_compile and arguments.device.startswith("cuda"),
     )
     with show_progress("loading the target") as progress:
-        target = load_training_target(arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress)
+        target = load_training_target(
+            arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress
+        )
     summary = train_drafter(settings, target, data=arguments.data, out=arguments.out, report=_print_row)
     if arguments.json:
         print_json(summary)

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from blockpilot.core.errors import InputError
 
 
-def require_equal(name: str, pairs: Mapping[str, tuple[int, int]]) -> None:
-    """`pairs` maps a field to its value in the drafter and in the target."""
+def require_equal(name: str, pairs: Mapping[str, tuple[int | None, int]]) -> None:
+    """`pairs` maps a field to its value in the drafter (None: its checkpoint does not say) and in the target."""
     for field, (ours, theirs) in pairs.items():
-        if ours != theirs:
+        if ours is not None and ours != theirs:
             raise InputError(
                 f"drafter {name} does not fit its target: {field} is {ours} in the drafter and {theirs} in the target"
             )

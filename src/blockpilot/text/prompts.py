@@ -58,7 +58,11 @@ def _parse(path: Path, lines: IO[str]) -> Iterator[Prompt]:
         if not line.strip():
             continue
         where = f"{path}, line {number}"
-        yield _parse_json(line, where, f"{path.name}:{number}") if is_json else Prompt(f"{path.name}:{number}", line.strip())
+        yield (
+            _parse_json(line, where, f"{path.name}:{number}")
+            if is_json
+            else Prompt(f"{path.name}:{number}", line.strip())
+        )
 
 
 def _parse_json(line: str, where: str, default_id: str) -> Prompt:

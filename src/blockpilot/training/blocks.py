@@ -36,7 +36,9 @@ def sample_blocks(
     count = (len(ids), num_blocks)
     device = ids.device
     uniform = torch.rand(count, generator=generator, device=device)
-    room = (lengths - 1 - prompt_lengths).clamp(min=1)[:, None]  # anchors from the first answer token to the last but one
+    room = (lengths - 1 - prompt_lengths).clamp(min=1)[
+        :, None
+    ]  # anchors from the first answer token to the last but one
     anchors = prompt_lengths[:, None] + (uniform * room).long()
     anchors = anchors.clamp(max=ids.shape[1] - 1)
     sizes = torch.randint(min_size, full_size + 1, count, generator=generator, device=device)
@@ -53,7 +55,7 @@ def make_blocks(ids: Tensor, lengths: Tensor, *, anchors: Tensor, sizes: Tensor,
 
 def block_mask(blocks: Blocks, width: int) -> Tensor:
     """[B, A * full, width + A * full]: context strictly before the anchor, and the block's own visible tokens."""
-    batch_size, num_blocks = blocks.anchors.shape
+    num_blocks = blocks.anchors.shape[1]
     full, device = blocks.full_size, blocks.anchors.device
     anchors = blocks.anchors.repeat_interleave(full, dim=1)  # [B, A * full]
     context = torch.arange(width, device=device) < anchors[..., None]

@@ -41,9 +41,10 @@ class StaticCacheAttention:
         keys, values = self.cache[layer, 0], self.cache[layer, 1]
         keys[self.rows, :, self.positions] = k
         values[self.rows, :, self.positions] = v
-        queries = q.view(num_rows, num_kv_heads, -1, head_dim) * head_dim**-0.5  # [B, Hkv, G, D]
-        scores = queries @ keys[:, :, : self.window].transpose(-1, -2) + self.bias[:, None, None]  # [B, Hkv, G, W]
-        out = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ values[:, :, : self.window]
+        queries = q.view(num_rows, num_kv_heads, -1, head_dim)  # grouped heads as queries: keys are read once
+        seen_keys, seen_values = keys[:, :, : self.window], values[:, :, : self.window]
+        bias = self.bias[:, None, None].expand(-1, num_kv_heads, queries.shape[2], -1)
+        out = F.scaled_dot_product_attention(queries, seen_keys, seen_values, attn_mask=bias)  # [B, Hkv, G, D]
         return out.reshape(num_rows, num_heads * head_dim)
 
 

@@ -42,7 +42,9 @@ def read_taps(decoder: Decoder, ids: Tensor, tap_layers: tuple[int, ...]) -> tup
     return hidden, taps
 
 
-def draft_hidden(model: DFlash, taps: Tensor, blocks: Blocks, *, ids: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+def draft_hidden(
+    model: DFlash, taps: Tensor, blocks: Blocks, *, ids: Tensor, embed: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Hidden states [B, A, full, H] of every block."""
     batch_size, width = ids.shape
     num_blocks, full = blocks.anchors.shape[1], blocks.full_size
@@ -83,7 +85,11 @@ def dflash_loss(
         pair_loss, choices = _selector_loss(model, hidden, logits, blocks, ids=ids, target=target, weights=weights)
         total = total + config.selector_weight * pair_loss
     hits = ((choices == target) & is_known).float()
-    metrics = {"loss": total.detach(), "emitted": 1 + hits.cumprod(dim=-1).sum(dim=-1).mean(), "first": hits[..., 0].mean()}
+    metrics = {
+        "loss": total.detach(),
+        "emitted": 1 + hits.cumprod(dim=-1).sum(dim=-1).mean(),
+        "first": hits[..., 0].mean(),
+    }
     return total, metrics
 
 

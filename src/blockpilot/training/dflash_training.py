@@ -117,7 +117,9 @@ class DFlashTraining:
         self.device = decoder.embed_tokens.weight.device
         self.head = head_rows(model, decoder).detach()
         self.row_of = _row_table(model, decoder.config.vocab_size, self.device)
-        self._loss: Callable[..., tuple[Tensor, dict[str, Tensor]]] = torch.compile(dflash_loss) if is_compiled else dflash_loss
+        self._loss: Callable[..., tuple[Tensor, dict[str, Tensor]]] = (
+            torch.compile(dflash_loss) if is_compiled else dflash_loss
+        )
         self._read_taps = torch.compile(read_taps) if is_compiled else read_taps
 
     def loss(
@@ -136,7 +138,14 @@ class DFlashTraining:
         labels = self._labels(ids, hidden, blocks)
         with self._autocast():
             return self._loss(
-                self.model, self.head, taps, ids, blocks, embed=self.decoder.embed_tokens, labels=labels, config=self.config
+                self.model,
+                self.head,
+                taps,
+                ids,
+                blocks,
+                embed=self.decoder.embed_tokens,
+                labels=labels,
+                config=self.config,
             )
 
     def evaluate(self) -> dict[str, Any]:

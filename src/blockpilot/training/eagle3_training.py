@@ -48,7 +48,9 @@ class UnrollAttention:
         self.keys.append(keys.repeat_interleave(groups, dim=1))
         self.values.append(values.repeat_interleave(groups, dim=1))
         mask = unroll_mask(queries.shape[2], len(self.keys) - 1, q.device)
-        out = F.scaled_dot_product_attention(queries, torch.cat(self.keys, 2), torch.cat(self.values, 2), attn_mask=mask)
+        out = F.scaled_dot_product_attention(
+            queries, torch.cat(self.keys, 2), torch.cat(self.values, 2), attn_mask=mask
+        )
         return out.transpose(1, 2).reshape(q.shape[0], -1)
 
 
@@ -61,7 +63,9 @@ def unroll_mask(width: int, step: int, device: torch.device) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def unroll(model: Eagle3, taps: Tensor, ids: Tensor, *, embed: Callable[[Tensor], Tensor], num_steps: int) -> list[Tensor]:
+def unroll(
+    model: Eagle3, taps: Tensor, ids: Tensor, *, embed: Callable[[Tensor], Tensor], num_steps: int
+) -> list[Tensor]:
     """Logits of every step, each [B, T - 1, draft vocab]: row i predicts token i + 2."""
     batch_size, width = ids.shape
     fused = model.fuse(taps).view(batch_size, width, -1)[:, :-1]
@@ -76,8 +80,15 @@ def unroll(model: Eagle3, taps: Tensor, ids: Tensor, *, embed: Callable[[Tensor]
 
 
 def eagle3_loss(
-    model: Eagle3, taps: Tensor, ids: Tensor, lengths: Tensor, prompt_lengths: Tensor, *,
-    embed: Callable[[Tensor], Tensor], labels: Tensor, num_steps: int,
+    model: Eagle3,
+    taps: Tensor,
+    ids: Tensor,
+    lengths: Tensor,
+    prompt_lengths: Tensor,
+    *,
+    embed: Callable[[Tensor], Tensor],
+    labels: Tensor,
+    num_steps: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Cross-entropy of all unrolled steps; `labels` [B, T] are head rows, -1 where the head has none."""
     rows = torch.arange(ids.shape[1] - 1, device=ids.device)
@@ -93,13 +104,21 @@ def eagle3_loss(
     accepted = torch.stack(hits, -1).float().cumprod(-1).sum(-1)
     starts = (rows + 1 >= prompt_lengths[:, None]) & (rows + num_steps + 1 < lengths[:, None])
     emitted = 1 + (accepted * starts).sum() / starts.sum().clamp(min=1)
-    return total / weight_sum, {"loss": (total / weight_sum).detach(), "emitted": emitted, "first": hits[0].float().mean()}
+    return total / weight_sum, {
+        "loss": (total / weight_sum).detach(),
+        "emitted": emitted,
+        "first": hits[0].float().mean(),
+    }
 
 
 def build_eagle3(shape: Eagle3Shape, target: DecoderConfig, draft_token_ids: Tensor) -> Eagle3:
     count = target.num_layers
     layers = replace(
-        target, architecture="llama", moe=None, num_layers=1, intermediate_size=shape.intermediate_size or target.intermediate_size
+        target,
+        architecture="llama",
+        moe=None,
+        num_layers=1,
+        intermediate_size=shape.intermediate_size or target.intermediate_size,
     )
     config = Eagle3Config(
         layers=layers,
@@ -120,13 +139,22 @@ class Eagle3Training:
     """The objective that the trainer runs."""
 
     def __init__(
-        self, model: Eagle3, decoder: Decoder, *, num_unrolled: int, is_compiled: bool, held_out: ResponseSet | None, width: int
+        self,
+        model: Eagle3,
+        decoder: Decoder,
+        *,
+        num_unrolled: int,
+        is_compiled: bool,
+        held_out: ResponseSet | None,
+        width: int,
     ) -> None:
         self.model, self.decoder, self.num_unrolled = model, decoder, num_unrolled
         self.held_out, self.width = held_out, width
         self.device = decoder.embed_tokens.weight.device
         model.draft_token_ids = model.draft_token_ids.to(self.device)
-        model.lm_head.weight.data.copy_(decoder.lm_head.weight[model.draft_token_ids].float())  # start from the target's rows
+        model.lm_head.weight.data.copy_(
+            decoder.lm_head.weight[model.draft_token_ids].float()
+        )  # start from the target's rows
         self.row_of = model.draft_rows()
         self._loss = torch.compile(eagle3_loss) if is_compiled else eagle3_loss
         self._read_taps = torch.compile(read_taps) if is_compiled else read_taps
@@ -145,7 +173,11 @@ class Eagle3Training:
         if self.held_out is None:
             return {}
         with self._autocast():
-            return asdict(evaluate_eagle3(self.model, self.decoder, self.held_out, block_size=self.num_unrolled + 1, width=self.width))
+            return asdict(
+                evaluate_eagle3(
+                    self.model, self.decoder, self.held_out, block_size=self.num_unrolled + 1, width=self.width
+                )
+            )
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()

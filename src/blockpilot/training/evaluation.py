@@ -1,8 +1,8 @@
 """How good a drafter is on texts it has not seen, from one pass over finished answers.
 
-Greedy decoding does not depend on what was drafted, so a finished greedy answer tells everything: draft at every anchor,
-count how many drafted tokens the answer confirms, then walk from anchor to anchor as decoding would. This is `tau` as
-decoding measures it, up to rounding.
+Greedy decoding does not depend on what was drafted, so a finished greedy answer tells everything: draft at every
+anchor, count how many drafted tokens the answer confirms, then walk from anchor to anchor as decoding would. This is
+`tau` as decoding measures it, up to rounding.
 """
 
 from collections.abc import Callable
@@ -89,18 +89,26 @@ def _score(
     rows = model.draft_token_ids
     tokens = best.indices if rows is None else rows.to(ids.device)[best.indices]  # [B, A, D, K]
     recall = (tokens[..., :RECALL_AT] == blocks.labels[..., None]).any(-1)
-    chosen = tokens[..., 0] if model.candidate_selector is None else _walk_selector(model, best.values, tokens, hidden, ids, blocks)
+    chosen = (
+        tokens[..., 0]
+        if model.candidate_selector is None
+        else _walk_selector(model, best.values, tokens, hidden, ids, blocks)
+    )
     return (chosen == blocks.labels) & blocks.is_valid, recall
 
 
-def _walk_selector(model: DFlash, values: Tensor, tokens: Tensor, hidden: Tensor, ids: Tensor, blocks: Blocks) -> Tensor:
+def _walk_selector(
+    model: DFlash, values: Tensor, tokens: Tensor, hidden: Tensor, ids: Tensor, blocks: Blocks
+) -> Tensor:
     """The chain DFlash 2 drafts: at every depth the best child of the one chosen before."""
     selector = model.candidate_selector
     assert selector is not None
     parent = ids.gather(1, blocks.anchors)
     chosen = []
     for depth in range(tokens.shape[2]):
-        pair = selector(parent[..., None], hidden[:, :, depth].to(selector.successor_codebook.dtype), tokens[:, :, depth])
+        pair = selector(
+            parent[..., None], hidden[:, :, depth].to(selector.successor_codebook.dtype), tokens[:, :, depth]
+        )
         pick = (values[:, :, depth] + pair[..., 0, :].float()).argmax(-1, keepdim=True)
         parent = tokens[:, :, depth].gather(-1, pick)[..., 0]
         chosen.append(parent)

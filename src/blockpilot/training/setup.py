@@ -11,7 +11,7 @@ from torch import Tensor
 from blockpilot.core.config import MAX_BLOCK_SIZE
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.models.dflash import DFlash
-from blockpilot.models.dflash_format import save_dflash
+from blockpilot.models.dflash_format import check_fit, load_dflash, save_dflash
 from blockpilot.models.eagle3 import Eagle3
 from blockpilot.models.eagle3_format import save_eagle3
 from blockpilot.models.loading import LoadedTarget, load_target
@@ -53,6 +53,7 @@ class DrafterRun:
     evaluate_every: int = 0
     checkpoint_every: int = 500
     limit_texts: int = 0
+    start_from: str | None = None  # a drafter of the same shape whose weights training starts with
     is_compiled: bool = False
 
     def __post_init__(self) -> None:
@@ -62,7 +63,9 @@ class DrafterRun:
             raise InputError(f"min block size must lie between 2 and {self.block_size}, got {self.min_block_size}")
 
 
-def load_training_target(spec: str, *, device: str, dtype: str | None, progress: Progress | None = None) -> LoadedTarget:
+def load_training_target(
+    spec: str, *, device: str, dtype: str | None, progress: Progress | None = None
+) -> LoadedTarget:
     """The target, frozen, on its device; nothing is packed, because training reads its weights."""
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise InputError("device cuda was asked for, but PyTorch sees no GPU here: use --device cpu")
@@ -88,17 +91,31 @@ def train_drafter(
     torch.manual_seed(run.seed)
     objective = _build_objective(run, target, training_texts, held_out)
     model = objective.model
-    identity = {"run": asdict(run), "target": target.name, "data": manifest.get("config"), "num_texts": len(training_texts)}
-    trainer = Trainer(objective, training_texts, loop_config(run), out=out, device=device, group=group, identity=identity)
+    identity = {
+        "run": asdict(run),
+        "target": target.name,
+        "data": manifest.get("config"),
+        "num_texts": len(training_texts),
+    }
+    trainer = Trainer(
+        objective, training_texts, loop_config(run), out=out, device=device, group=group, identity=identity
+    )
     try:
         trainer.run(report)
     except torch.OutOfMemoryError as error:
-        raise BlockPilotError("out of GPU memory: lower --batch-size, --blocks or --head-size and start again") from error
+        raise BlockPilotError(
+            "out of GPU memory: lower --batch-size, --blocks or --head-size and start again"
+        ) from error
     folder = out / "drafter"
     if group.rank == 0:
         model.to(torch.bfloat16)
         save_eagle3(model, folder) if isinstance(model, Eagle3) else save_dflash(model, folder)
-    return {"drafter": str(folder), "steps": run.steps, "agreement": round(agreement, 4), "num_parameters": count(model)}
+    return {
+        "drafter": str(folder),
+        "steps": run.steps,
+        "agreement": round(agreement, 4),
+        "num_parameters": count(model),
+    }
 
 
 def _build_objective(
@@ -170,15 +187,34 @@ def _build_dflash(run: DrafterRun, target: LoadedTarget, texts: ResponseSet) -> 
     beyond = [layer for layer in shape.tap_layers if layer >= config.num_layers]
     if beyond:
         raise InputError(f"--taps {beyond}: the target has {config.num_layers} layers, numbered from 0")
+    if run.start_from:
+        return _start_from(run, shape, target)
     model = build_dflash(shape, config, mask_token_id=choose_mask_token(target, texts))
     if run.head_size and run.head_size < config.vocab_size:
         model.draft_token_ids = _frequent(run.head_size, target, texts)
     return model
 
 
+def _start_from(run: DrafterRun, shape: DFlashShape, target: LoadedTarget) -> DFlash:
+    """An earlier drafter, in full precision and trainable again."""
+    assert run.start_from is not None
+    model = load_dflash(run.start_from, torch.float32)
+    wanted = build_dflash(shape, target.decoder.config, mask_token_id=model.config.mask_token_id).config
+    for field in ("layers", "block_size", "tap_layers", "conv_kernel_size", "selector_rank"):
+        if getattr(model.config, field) != getattr(wanted, field) and field != "layers":
+            raise InputError(
+                f"{run.start_from} has another shape: {field} is {getattr(model.config, field)!r} there, "
+                f"{getattr(wanted, field)!r} here"
+            )
+    check_fit(model.config, target.decoder.config, run.start_from)
+    return model.train().requires_grad_(True)
+
+
 def choose_mask_token(target: LoadedTarget, texts: ResponseSet) -> int:
     """A token that no text uses: a special one if there is one, else the last of the vocabulary."""
     counts = torch.bincount(texts.token_ids, minlength=target.decoder.config.vocab_size)
     ends = set(target.tokenizer.eos_token_ids)
-    unused = [index for index in sorted(target.tokenizer.special_ids, reverse=True) if not counts[index] and index not in ends]
+    unused = [
+        index for index in sorted(target.tokenizer.special_ids, reverse=True) if not counts[index] and index not in ends
+    ]
     return unused[0] if unused else int((counts == 0).nonzero()[-1]) if bool((counts == 0).any()) else len(counts) - 1

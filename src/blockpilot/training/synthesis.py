@@ -65,7 +65,9 @@ def synthesize(config: SynthesisConfig, target: LoadedTarget, out: Path, report:
 def chat_prefix(tokenizer: Tokenizer) -> list[int]:
     """Token ids of everything the chat template writes before the user's own words."""
     if not tokenizer.has_chat_template:
-        raise InputError("the target has no chat template, so it cannot write prompts: give --prompts FILE and 0 written")
+        raise InputError(
+            "the target has no chat template, so it cannot write prompts: give --prompts FILE and 0 written"
+        )
     text = tokenizer.apply_chat_template([{"role": "user", "content": _PLACEHOLDER}])
     before, found, _ = text.partition(_PLACEHOLDER)
     if not found or not before:
@@ -140,6 +142,6 @@ def _check_manifest(folder: ResponseFolder, config: SynthesisConfig) -> None:
     for key, value in _config_dict(config).items():
         if manifest["config"].get(key) != value:
             raise InputError(
-                f"{folder.folder} belongs to another run: {key} is {manifest['config'].get(key)!r} there and {value!r} here; "
-                "choose another --out"
+                f"{folder.folder} belongs to another run: {key} is {manifest['config'].get(key)!r} there "
+                f"and {value!r} here; choose another --out"
             )

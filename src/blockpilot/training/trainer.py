@@ -1,7 +1,7 @@
 """The training loop: the same for every drafter, exact to resume.
 
-The batch and the anchors of step s are a function of (seed, s) alone, so a run that stops and starts again sees the same
-data in the same order. A checkpoint holds weights, optimiser and step; on a CPU the resumed run is bit-identical.
+The batch and the anchors of step s are a function of (seed, s) alone, so a run that stops and starts again sees the
+same data in the same order. A checkpoint holds weights, optimiser and step; on a CPU the resumed run is bit-identical.
 With several processes (torchrun) each takes its own share of every batch and gradients are averaged.
 """
 
@@ -46,13 +46,25 @@ class Objective(Protocol):
 
     model: nn.Module
 
-    def loss(self, ids: Tensor, lengths: Tensor, prompt_lengths: Tensor, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]: ...
+    def loss(
+        self, ids: Tensor, lengths: Tensor, prompt_lengths: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
     def evaluate(self) -> dict[str, Any]: ...
 
 
 class Trainer:
-    def __init__(self, objective: Objective, data: ResponseSet, config: LoopConfig, *, out: Path, device: torch.device, group: Group, identity: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        data: ResponseSet,
+        config: LoopConfig,
+        *,
+        out: Path,
+        device: torch.device,
+        group: Group,
+        identity: dict[str, Any],
+    ) -> None:
         self.objective, self.data, self.config = objective, data, config
         self.device, self.group, self.out = device, group, ensure_folder(out)
         self.identity = json.loads(json.dumps(identity | {"loop": asdict(config)}))
@@ -80,7 +92,9 @@ class Trainer:
     def _train_step(self) -> dict[str, Tensor]:
         rate = self._set_learning_rate()
         generator = torch.Generator(self.device).manual_seed(self._seed(self.step))
-        ids, lengths, prompt_lengths = (x.to(self.device) for x in self.data.batch(self._indices(self.step), self.config.width))
+        ids, lengths, prompt_lengths = (
+            x.to(self.device) for x in self.data.batch(self._indices(self.step), self.config.width)
+        )
         loss, metrics = self.objective.loss(ids, lengths, prompt_lengths, generator)
         loss.backward()
         self.group.average_gradients(self.parameters)
@@ -143,7 +157,10 @@ class Trainer:
         state = torch.load(path, map_location=self.device, weights_only=True)
         for key, value in self.identity.items():
             if state["identity"].get(key) != value:
-                raise InputError(f"{path} belongs to another run: {key} was {state['identity'].get(key)!r}, now {value!r}; choose another --out")
+                raise InputError(
+                    f"{path} belongs to another run: {key} was {state['identity'].get(key)!r}, now {value!r}; "
+                    "choose another --out"
+                )
         self.objective.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -153,7 +170,10 @@ class Trainer:
 
 def make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    is_muon = {name: config.optimizer == "muon" and parameter.dim() == 2 and "codebook" not in name for name, parameter in named}
+    is_muon = {
+        name: config.optimizer == "muon" and parameter.dim() == 2 and "codebook" not in name
+        for name, parameter in named
+    }
     rest = [parameter for name, parameter in named if not is_muon[name]]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(rest, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
@@ -161,7 +181,9 @@ def make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Op
     matrices = [parameter for name, parameter in named if is_muon[name]]
     if matrices:
         optimizers.append(
-            torch.optim.Muon(matrices, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+            torch.optim.Muon(
+                matrices, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
         )
     return optimizers
 
@@ -177,3 +199,8 @@ def _trim_log(path: Path, step: int) -> None:
 def read_log(out: Path) -> Iterator[dict[str, Any]]:
     for line in (out / LOG).read_text(encoding="utf-8").splitlines():
         yield json.loads(line)
+
+
+def _is_small(name: str) -> bool:
+    """Convolution and selector parameters start at zero or are look-up tables: orthogonal updates do not suit them."""
+    return "conv" in name or "candidate_selector" in name

@@ -123,3 +123,23 @@ def test_open_rows_can_be_kept_only_once() -> None:
     cache.keep(0, (0,))
     with pytest.raises(BlockPilotError, match="0 open rows"):
         cache.keep(0, (1,))
+
+
+def test_rewind_forgets_rows_kept_on_trial() -> None:
+    cache = make_cache()
+    kept = as_stored(*append_rows(cache, 0, 3))
+    cache.keep(0, range(3))
+    append_rows(cache, 0, 4)
+    cache.keep(0, range(4))
+    cache.rewind(0, 3)
+    torch.testing.assert_close(committed(cache, 0), kept, rtol=0, atol=0)
+    assert cache.append(0, 1) == 3
+
+
+@pytest.mark.parametrize("length", [-1, 4])
+def test_rewind_goes_backwards_only(length: int) -> None:
+    cache = make_cache()
+    append_rows(cache, 0, 3)
+    cache.keep(0, range(3))
+    with pytest.raises(BlockPilotError, match=f"has 3 rows and cannot go back to {length}"):
+        cache.rewind(0, length)

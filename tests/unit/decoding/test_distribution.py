@@ -126,4 +126,4 @@ def test_a_broken_verifier_fails_the_same_test(broken, pilot: str, monkeypatch: 
     llm = make_llm()
     probabilities = exact_probabilities(llm.engine.runner.decoder, params)
     monkeypatch.setattr(speculative_step, "accept", broken)
-    assert chi_square_p(sample_answers(llm, pilot, params), probabilities) < 1e-6
+    assert chi_square_p(sample_answers(llm, pilot, params), probabilities) < 1e-4

@@ -148,7 +148,7 @@ def test_hidden_states_and_candidates_match_the_reference(is_second: bool) -> No
     best = logits.topk(5, dim=-1)
     np.testing.assert_array_equal(candidates.token_ids, best.indices.numpy())
     expected_scores = best.values - logits.logsumexp(-1, keepdim=True)
-    np.testing.assert_allclose(candidates.log_probs, expected_scores.numpy(), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(candidates.log_probs, expected_scores.numpy(), rtol=1e-5, atol=1e-5)
 
 
 def test_selector_scores_match_the_reference() -> None:
@@ -163,10 +163,12 @@ def test_selector_scores_match_the_reference() -> None:
         ]
         return torch.stack(scores).log_softmax(0).numpy()
 
-    np.testing.assert_allclose(candidates.first, conditional(0, ANCHOR), atol=1e-4)
+    np.testing.assert_allclose(candidates.first, conditional(0, ANCHOR), rtol=1e-5, atol=1e-5)
     for position in range(1, BLOCK - 1):
         for rank, parent in enumerate(ids[position - 1]):
-            np.testing.assert_allclose(candidates.pairwise[position - 1, rank], conditional(position, parent), atol=1e-4)
+            np.testing.assert_allclose(
+                candidates.pairwise[position - 1, rank], conditional(position, parent), rtol=1e-5, atol=1e-5
+            )
 
 
 def test_parts_of_the_second_generation_change_the_draft() -> None:

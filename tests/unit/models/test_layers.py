@@ -11,6 +11,7 @@ from tests.tiny import ARCHITECTURES, make_decoder
 
 @pytest.mark.parametrize("is_normalized", [False, True])
 @pytest.mark.parametrize("num_active", [1, 2, 5])
+@torch.inference_mode()
 def test_moe_equals_a_loop_over_tokens_and_experts(num_active: int, is_normalized: bool) -> None:
     torch.manual_seed(0)
     config = MoeConfig(num_experts=5, num_active=num_active, intermediate_size=12, is_normalized=is_normalized)

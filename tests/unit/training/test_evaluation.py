@@ -21,11 +21,18 @@ def test_evaluation_walks_like_decoding(is_second: bool, head_size: int) -> None
         return model
 
     llm = make_llm(drafter=drafter())
-    completions = llm.generate(PROMPTS, SamplingParams(max_new_tokens=60, ignore_eos=True), pilot="fixed:8", is_raw=True)
+    completions = llm.generate(
+        PROMPTS, SamplingParams(max_new_tokens=60, ignore_eos=True), pilot="fixed:8", is_raw=True
+    )
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
     texts = [Response(ids + c.token_ids, len(ids)) for ids, c in zip(prompts, completions, strict=True)]
     report = evaluate_dflash(
-        drafter().eval(), make_decoder().eval(), ResponseSet.from_responses(texts), block_size=8, width=128, anchors_per_pass=7
+        drafter().eval(),
+        make_decoder().eval(),
+        ResponseSet.from_responses(texts),
+        block_size=8,
+        width=128,
+        anchors_per_pass=7,
     )
     steps = [[step.emitted for step in completion.steps] for completion in completions]
     assert report.tau_mean == pytest.approx(sum(sum(s) / len(s) for s in steps) / len(steps))

@@ -1,0 +1,144 @@
+"""The engine: bad requests, aborts, failing passes. It stays usable after each of them."""
+
+import pytest
+
+from blockpilot.core.errors import BlockPilotError, InputError
+from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.engine.llm import LLM
+from blockpilot.pilots.registry import load_pilot
+from tests.tiny import CONTEXT_LENGTH, VOCAB_SIZE, RandomTreePilot, make_dflash, make_llm
+
+PARAMS = SamplingParams(max_new_tokens=10, ignore_eos=True)
+NUM_SLOTS = 4
+
+
+def assert_idle(llm: LLM) -> None:
+    engine = llm.engine
+    assert engine.runner.cache.num_free == NUM_SLOTS
+    assert not engine.has_work
+    assert engine._shown == {}
+    if engine.drafter is not None:
+        assert engine.drafter.cache.lengths == [0] * NUM_SLOTS  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("prompt_ids", "message"),
+    [
+        ([], "the prompt is empty"),
+        ([1] * CONTEXT_LENGTH, f"{CONTEXT_LENGTH} tokens and the context holds {CONTEXT_LENGTH}"),
+        ([1, VOCAB_SIZE], f"outside the vocabulary of {VOCAB_SIZE}"),
+        ([-1, 2], "outside the vocabulary"),
+    ],
+    ids=["empty", "too long", "id too large", "negative id"],
+)
+def test_bad_prompts_are_refused_and_take_nothing(prompt_ids: list[int], message: str) -> None:
+    llm = make_llm()
+    with pytest.raises(InputError, match=message):
+        llm.engine.add_request(prompt_ids, PARAMS, load_pilot("ar"))
+    with pytest.raises(InputError, match=message):
+        llm.generate([[1, 2], prompt_ids], PARAMS)  # the good one beside it is taken back
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_an_empty_text_is_refused(prompt: str) -> None:
+    with pytest.raises(InputError, match="the prompt is empty"):
+        make_llm().generate(prompt, is_raw=True)
+
+
+def test_the_longest_prompt_leaves_room_for_one_token() -> None:
+    completion = make_llm().generate([[1] * (CONTEXT_LENGTH - 1)], PARAMS)[0]
+    assert (completion.num_tokens, completion.finish_reason) == (1, "length")
+
+
+@pytest.mark.parametrize("pilot", ["fixed:4", "tree:7", RandomTreePilot(0)])
+def test_a_pilot_that_drafts_needs_a_drafter(pilot: object) -> None:
+    llm = make_llm()
+    name = pilot if isinstance(pilot, str) else "random-tree"
+    with pytest.raises(InputError, match=f"pilot '{name}' needs a drafter"):
+        llm.generate("abc", PARAMS, pilot=pilot, is_raw=True)  # type: ignore[call-overload]
+    assert_idle(llm)
+
+
+def test_one_each_must_match_the_number_of_prompts() -> None:
+    llm = make_llm()
+    with pytest.raises(InputError, match="2 prompts but 3 params"):
+        llm.generate(["ab", "cd"], [PARAMS] * 3, is_raw=True)
+    assert_idle(llm)
+
+
+def test_requests_beyond_the_slots_wait_and_are_served() -> None:
+    llm = make_llm()
+    ids = [llm.engine.add_request([1 + n], PARAMS, load_pilot("ar")) for n in range(NUM_SLOTS + 2)]
+    llm.engine.step()
+    assert llm.engine.runner.cache.num_free == 0
+    assert len(llm.engine.scheduler.waiting) == 2
+    done = set()
+    while llm.engine.has_work:
+        done |= {update.request_id for update in llm.engine.step() if update.completion is not None}
+    assert done == set(ids)
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
+def test_abort_frees_whatever_the_request_holds(num_steps: int) -> None:
+    """Waiting, in mid-prefill (24 tokens at 16 a pass), decoding."""
+    llm = make_llm(drafter=make_dflash())
+    request_id = llm.engine.add_request([3] * 24, PARAMS, load_pilot("fixed:2"))
+    for _ in range(num_steps):
+        llm.engine.step()
+    completion = llm.engine.abort(request_id)
+    assert completion is not None
+    assert completion.finish_reason == "abort"
+    assert (completion.num_tokens > 0) == (num_steps >= 2)
+    assert llm.engine.abort(request_id) is None
+    assert_idle(llm)
+
+
+class OutOfMemoryError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stage", ["prefill", "verify"])
+def test_a_failing_pass_frees_its_slots_and_the_engine_goes_on(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(drafter=make_dflash())
+    expected = llm.generate(["abc", "hello"], PARAMS, pilot="fixed:4", is_raw=True)
+
+    def fail(*_: object) -> None:
+        raise OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, stage, fail)
+        with pytest.raises(OutOfMemoryError):
+            llm.generate(["abc", "hello"], PARAMS, pilot="fixed:4", is_raw=True)
+    assert_idle(llm)
+    again = llm.generate(["abc", "hello"], PARAMS, pilot="fixed:4", is_raw=True)
+    assert [c.token_ids for c in again] == [c.token_ids for c in expected]
+
+
+def test_a_failing_prefill_leaves_the_requests_outside_that_pass_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm()
+    plain = llm.generate("abc", PARAMS, is_raw=True)
+    first = llm.engine.add_request(llm.tokenizer.encode("abc"), PARAMS, load_pilot("ar"))
+    llm.engine.step()
+    llm.engine.add_request([5, 6], PARAMS, load_pilot("ar"))
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "prefill", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.engine.step()
+    finished = []
+    while llm.engine.has_work:
+        finished += [update for update in llm.engine.step() if update.completion is not None]
+    assert [update.request_id for update in finished] == [first]
+    assert finished[0].completion is not None and finished[0].completion.token_ids == plain.token_ids
+    assert_idle(llm)
+
+
+def test_a_pilot_that_answers_nonsense_does_not_take_the_engine_down() -> None:
+    llm = make_llm(drafter=make_dflash())
+    pilot = RandomTreePilot(0)
+    pilot.select = lambda inputs, candidates: [(5, 1)]  # type: ignore[method-assign]
+    pilot.choose = lambda inputs: 4  # type: ignore[method-assign]
+    with pytest.raises(BlockPilotError, match="parent 5"):
+        llm.generate("abc", PARAMS, pilot=pilot, is_raw=True)
+    assert_idle(llm)

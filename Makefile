@@ -1,8 +1,6 @@
 # Every target prepares what it needs: on a fresh machine `make demo` alone is enough.
 #
 #   make setup PIP_FLAGS=                 newest allowed versions instead of the tested pins (your own choice of torch)
-#   make setup PIP_FLAGS="-c constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu"
-#                                         tested pins, small CPU-only torch
 #   make setup PYTHON=python3.12          another interpreter
 PYTHON ?= python3
 VENV ?= .venv
@@ -32,11 +30,14 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "Install one and name it: make setup PYTHON=python3.12" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { \
 	  echo "Could not create $(VENV); on Debian and Ubuntu install the package python3-venv first." >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' $(PIP_FLAGS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,dev]' $(PIP_FLAGS)
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/blockpilot generate "$(PROMPT)" --max-new-tokens 96
+	@echo "Plain decoding:"
+	@$(BIN)/blockpilot generate "$(PROMPT)" --max-new-tokens 96 --pilot ar
+	@echo; echo "The same answer, drafted in blocks and checked by the same model:"
+	@$(BIN)/blockpilot generate "$(PROMPT)" --max-new-tokens 96
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from blockpilot.engine.llm import LLM
 
 DEFAULT_TARGET = "smollm2-135m"
-NO_DRAFTER = (None, "none")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +36,9 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     default = EngineConfig()
     target_help = f"preset, Hugging Face folder, GGUF file or hub id (default: {DEFAULT_TARGET})"
     group.add_argument("--target", default=DEFAULT_TARGET, metavar="MODEL", help=target_help)
-    drafter_help = "ngram, none, or a folder or hub id with a DFlash or EAGLE-3 drafter (default: none)"
-    group.add_argument("--drafter", metavar="MODEL", help=drafter_help)
+    drafter_help = "ngram, none, a shipped drafter's name, or a folder or hub id with a DFlash or EAGLE-3 drafter"
+    drafter_help += " (default: auto, the one that ships for the target)"
+    group.add_argument("--drafter", default="auto", metavar="MODEL", help=drafter_help)
     pilot_help = "ar, fixed:B (chain, block size B), tree:N (N nodes) or auto (default: auto)"
     group.add_argument("--pilot", default="auto", help=pilot_help)
     group.add_argument("--device", default=default.device, help=f"cpu or cuda (default: {default.device})")
@@ -67,19 +67,19 @@ def _add_sampling_arguments(group: argparse._ArgumentGroup) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     params, config = _build_params(arguments), _build_config(arguments)
-    _check_pilot(arguments.pilot, has_drafter=arguments.drafter not in NO_DRAFTER)
+    drafter = _choose_drafter(arguments.drafter, arguments.target)
+    _check_pilot(arguments.pilot, has_drafter=drafter != "none")
     prompt = read_prompt(arguments.prompt)
     with show_progress(f"loading {arguments.target}") as progress:
         from blockpilot.engine.llm import LLM
 
-        pilot, drafter = arguments.pilot, arguments.drafter
-        llm = LLM(arguments.target, drafter=drafter, pilot=pilot, config=config, progress=progress)
+        llm = LLM(arguments.target, drafter=drafter, pilot=arguments.pilot, config=config, progress=progress)
     if arguments.json:
         completion = _stream(llm, prompt, params, is_raw=arguments.raw, is_shown=False)
         print_json(_describe(completion, llm, params))
         return 0
-    if arguments.drafter is None and arguments.pilot == "auto":
-        print_note(f"no drafter for {arguments.target} yet: plain decoding (try --drafter ngram)")
+    if arguments.drafter == "auto" and drafter == "none" and arguments.pilot == "auto":
+        print_note(f"no drafter ships for {arguments.target}: plain decoding (try --drafter ngram)")
     completion = _stream(llm, prompt, params, is_raw=arguments.raw, is_shown=True)
     _print_summary(completion, llm)
     return 0
@@ -100,6 +100,12 @@ def _build_config(arguments: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         device=arguments.device, dtype=arguments.dtype, context_length=arguments.context_length, num_slots=1
     )
+
+
+def _choose_drafter(spec: str, target: str) -> str:
+    from blockpilot.models.shipped import shipped_drafter
+
+    return (shipped_drafter(target) or "none") if spec == "auto" else spec
 
 
 def _check_pilot(spec: str, *, has_drafter: bool) -> None:

@@ -43,8 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(*, is_json: bool) -> None:
     from blockpilot.models.presets import list_presets
+    from blockpilot.models.shipped import list_shipped
 
-    rows = list_presets()
+    rows = list_presets() + list_shipped()
     if is_json:
         print_json({"models": rows})
         return

@@ -27,7 +27,7 @@ class EngineConfig:
     num_slots: int = 8
     token_budget: int = 512  # prompt tokens prefetched into the cache per pass; long prompts go in chunks of this size
     context_length: int | None = None  # None: the target's own limit
-    linear_backend: str = "auto"  # how CPU weights are packed: auto, mkldnn, plain
+    linear_backend: str = "auto"  # how CPU weights are packed: auto, blocks, mkldnn, plain
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "token_budget"):

@@ -84,7 +84,10 @@ def _draft_head(model: DFlash, decoder: Decoder, backend: str) -> Callable[[Tens
     """The target's head, or the rows of it that the drafter looks at. Call before the target's weights are packed."""
     if model.draft_token_ids is None:
         return lambda hidden: decoder.lm_head(hidden)  # looked up late: packing replaces the layer
-    rows = decoder.lm_head.weight[model.draft_token_ids.to(decoder.lm_head.weight.device)]
+    ids = model.draft_token_ids
+    rows = decoder.lm_head.weight[ids.to(decoder.lm_head.weight.device)]
     head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
     head.weight = nn.Parameter(rows, requires_grad=False)
+    if (codes := getattr(decoder.lm_head, "block_codes", None)) is not None:
+        head.block_codes = codes.rows(ids.cpu().numpy())
     return pack_linear(head, backend)

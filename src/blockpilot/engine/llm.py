@@ -1,6 +1,6 @@
 """The public face: load a pair once, then generate.
 
-    llm = LLM("smollm2-135m", drafter="ngram", pilot="fixed:8")
+    llm = LLM("smollm2-135m")
     print(llm.generate("Why is the sky blue?").text)
 
 `stream` yields an answer while it is being written. Several streams may be open at once: they share every step.
@@ -23,6 +23,7 @@ from blockpilot.engine.engine import Engine, Update
 from blockpilot.engine.runner import TargetRunner
 from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.models.packing import choose_backend, pack_linears
+from blockpilot.models.shipped import shipped_drafter
 from blockpilot.models.wheel_download import Progress
 from blockpilot.pilots.base import Pilot
 from blockpilot.pilots.registry import load_pilot
@@ -35,7 +36,7 @@ class LLM:
         self,
         target: str | LoadedTarget = DEFAULT_TARGET,
         *,
-        drafter: str | Drafter | None = None,
+        drafter: str | Drafter | None = "auto",
         pilot: str | Pilot = "auto",
         config: EngineConfig | None = None,
         progress: Progress | None = None,
@@ -48,7 +49,7 @@ class LLM:
         context_length = _resolve_context(self.config.context_length, decoder.config.context_length)
         backend = choose_backend(self.config.linear_backend, device, dtype)
         self.drafter = build_drafter(
-            drafter,
+            shipped_drafter(loaded.name) if drafter == "auto" else drafter,
             decoder,
             config=self.config,
             context_length=context_length,

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
+from blockpilot.models.block_codes import BlockCodes, decode_blocks
 from blockpilot.models.config import DecoderConfig, MoeConfig
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.gguf_rope import rope_from_gguf
-from blockpilot.models.weights import build_decoder
+from blockpilot.models.weights import build_decoder, decoder_names
 from blockpilot.text.tokenizer import Tokenizer
 
 MAGIC = b"GGUF"
@@ -49,7 +50,22 @@ def load_decoder_gguf(path: Path, dtype: torch.dtype) -> tuple[Decoder, Tokenize
     config = _parse_config(fields, tensors, eos_token_ids=tokenizer.eos_token_ids, where=str(path))
     if config.architecture == "llama":
         tensors.interleaved_heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-    return build_decoder(config, tensors, where=str(path), dtype=dtype), tokenizer
+    decoder = build_decoder(config, tensors, where=str(path), dtype=dtype)
+    _attach_codes(decoder, tensors)
+    return decoder, tokenizer
+
+
+def _attach_codes(decoder: Decoder, tensors: "GgufTensors") -> None:
+    """Leave the stored codes on every linear layer that has them, for whoever packs the weights."""
+    table = decoder_names(decoder.config)
+    if decoder.config.is_tied:
+        table["lm_head.weight"] = table["embed_tokens.weight"]
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.Linear):
+            parts = [tensors.codes(source.name) for source in table[f"{name}.weight"]]
+            known = [part for part in parts if part is not None]
+            if len(known) == len(parts):
+                module.block_codes = BlockCodes.join(known)
 
 
 def _open(path: Path) -> Any:
@@ -116,6 +132,16 @@ class GgufTensors(Mapping[str, Tensor]):
         tensor = self._dequantize(*self._sources[name])
         num_heads = self.interleaved_heads.get(name.split(".")[-2])
         return restore_row_order(tensor, num_heads) if num_heads else tensor
+
+    def codes(self, name: str) -> BlockCodes | None:
+        """The tensor's codes in our row order; None where it is not stored in blocks of 32."""
+        tensor, expert = self._sources[name]
+        data = tensor.data if expert is None else tensor.data[expert]
+        codes = decode_blocks(data, tensor.tensor_type.name)
+        num_heads = self.interleaved_heads.get(name.split(".")[-2])
+        if codes is None or not num_heads:
+            return codes
+        return codes.rows(restore_row_order(torch.arange(len(codes.codes))[:, None], num_heads)[:, 0].numpy())
 
     def _dequantize(self, tensor: Any, expert: int | None) -> Tensor:
         import gguf

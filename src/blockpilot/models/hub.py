@@ -4,13 +4,16 @@ import re
 from pathlib import Path
 
 from blockpilot.core.errors import BlockPilotError, InputError
+from blockpilot.models.shipped import shipped_folder
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
 
 
 def resolve_folder(spec: str, what: str) -> Path:
-    """A local folder as it is, a hub id as its downloaded folder; `what` names the thing in errors."""
+    """A drafter that ships with us by its name, a local folder as it is, a hub id as its downloaded folder; `what` names the thing in errors."""
+    if (shipped := shipped_folder(spec)) is not None:
+        return shipped
     path = Path(spec).expanduser()
     if path.is_dir():
         return path

@@ -4,16 +4,20 @@
 keeps calling `layer(x)` and does not know. On a CPU plain `F.linear` re-packs its weights at every call with more than
 one row, which costs as much as the arithmetic itself; the packed form does that work once.
 
-    mkldnn   oneDNN weights in PyTorch's own packed layout (fp32 on CPUs that have it)
+    blocks   quantized checkpoints on a CPU: float32 arithmetic straight from the stored codes (needs Numba)
+    mkldnn   oneDNN weights in PyTorch's own packed layout (float32 on CPUs that have it)
     plain    torch.nn.Linear: GPUs, other dtypes, CPUs without a fast path
 """
+
+import importlib.util
 
 import torch
 from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
+from blockpilot.models.block_codes import BlockCodes, BlockLinear
 
-BACKENDS = ("auto", "mkldnn", "plain")
+BACKENDS = ("auto", "blocks", "mkldnn", "plain")
 
 
 class MkldnnLinear(nn.Module):
@@ -33,13 +37,22 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
     """The backend that will run: what was asked for where this machine has it, else the best there is."""
     if requested not in BACKENDS:
         raise InputError(f"unknown linear backend {requested!r}; known: {', '.join(BACKENDS)}")
-    can_pack = device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    return "mkldnn" if can_pack and requested != "plain" else "plain"
+    if device.type != "cpu" or dtype != torch.float32 or requested == "plain":
+        return "plain"
+    if requested != "mkldnn" and importlib.util.find_spec("numba") is not None:
+        return "blocks"
+    return "mkldnn" if torch.backends.mkldnn.is_available() else "plain"
 
 
 def pack_linear(layer: nn.Linear, backend: str) -> nn.Module:
     """The same layer in packed form; its float weight is given up unless something else (an embedding) holds it."""
-    return MkldnnLinear(layer.weight) if backend == "mkldnn" else layer
+    if backend == "plain":
+        return layer
+    many = MkldnnLinear(layer.weight) if torch.backends.mkldnn.is_available() else layer
+    codes = getattr(layer, "block_codes", None)
+    if backend == "blocks" and isinstance(codes, BlockCodes):
+        return BlockLinear(codes, many, torch.get_num_threads())
+    return many
 
 
 def pack_linears(model: nn.Module, backend: str) -> None:

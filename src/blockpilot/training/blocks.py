@@ -27,25 +27,23 @@ def sample_blocks(
     lengths: Tensor,
     prompt_lengths: Tensor,
     *,
-    num_blocks: int,
+    uniform: Tensor,
     full_size: int,
     min_size: int,
-    generator: torch.Generator,
 ) -> Blocks:
-    """`num_blocks` anchors per text, uniform over the answer; sizes uniform from `min_size` to `full_size`."""
-    count = (len(ids), num_blocks)
-    device = ids.device
-    uniform = torch.rand(count, generator=generator, device=device)
-    room = (lengths - 1 - prompt_lengths).clamp(min=1)[
-        :, None
-    ]  # anchors from the first answer token to the last but one
-    anchors = prompt_lengths[:, None] + (uniform * room).long()
-    anchors = anchors.clamp(max=ids.shape[1] - 1)
-    sizes = torch.randint(min_size, full_size + 1, count, generator=generator, device=device)
-    return make_blocks(ids, lengths, anchors=anchors, sizes=sizes, full_size=full_size)
+    """Anchors uniform over each answer, sizes uniform from `min_size` to `full_size`.
+
+    `uniform` [B, A, 2] holds the random numbers in [0, 1): for each block one for its anchor and one for its size.
+    """
+    # from the first answer token to the last but one, behind which there is something to draft
+    room = (lengths - 1 - prompt_lengths).clamp(min=1)[:, None]
+    anchors = prompt_lengths[:, None] + (uniform[..., 0] * room).long()
+    sizes = min_size + (uniform[..., 1] * (full_size - min_size + 1)).long()
+    return make_blocks(ids, lengths, anchors=anchors.clamp(max=ids.shape[1] - 1), sizes=sizes, full_size=full_size)
 
 
 def make_blocks(ids: Tensor, lengths: Tensor, *, anchors: Tensor, sizes: Tensor, full_size: int) -> Blocks:
+    """Blocks at chosen anchors [B, A], with their labels."""
     steps = torch.arange(1, full_size, device=ids.device)
     places = anchors[..., None] + steps  # [B, A, full - 1]
     labels = ids[:, None].expand(-1, anchors.shape[1], -1).gather(2, places.clamp(max=ids.shape[1] - 1))

@@ -11,7 +11,9 @@ before it.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash
 from blockpilot.training.blocks import Blocks, block_mask
 from blockpilot.training.dense_attention import BlockAttention, CausalAttention
+from blockpilot.training.loss_terms import LossTerms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,13 @@ class DFlashObjectiveConfig:
     pace_floor: float = 0.5
     selector_weight: float = 1.0
     labels: str = "data"  # or argmax: the target's own choice after each true prefix
+
+
+def mixed_precision(decoder: Decoder) -> AbstractContextManager[Any]:
+    """bfloat16 passes over float32 weights, on every GPU and wherever the target itself is not in float32."""
+    weight = decoder.embed_tokens.weight
+    is_mixed = weight.device.type == "cuda" or weight.dtype != torch.float32
+    return torch.autocast(weight.device.type, torch.bfloat16) if is_mixed else nullcontext()
 
 
 def read_taps(decoder: Decoder, ids: Tensor, tap_layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -71,29 +81,30 @@ def dflash_loss(
     embed: Callable[[Tensor], Tensor],
     labels: Tensor,
     config: DFlashObjectiveConfig,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weighted loss and metrics. `labels` index rows of `head_weight`; -1 where the reduced head has no such row."""
+) -> LossTerms:
+    """The block's loss and, for DFlash 2, the selector's.
+
+    `labels` index rows of `head_weight`; -1 where the reduced head has no such row.
+    """
     hidden = draft_hidden(model, taps, blocks, ids=ids, embed=embed)[:, :, 1:]  # [B, A, D, H]
     logits = F.linear(hidden, head_weight).float()
     is_known = blocks.is_valid & (labels >= 0)
     target = labels.clamp(min=0)
     losses = F.cross_entropy(logits.flatten(0, 2), target.flatten(), reduction="none").view(labels.shape)
-    weights = _position_weights(losses, is_known, config) * is_known
-    total = (losses * weights).sum() / weights.sum().clamp(min=1e-6)
+    weights = position_weights(losses, is_known, config) * is_known
+    sums, weight_sums = [(losses * weights).sum()], [weights.sum()]
     choices = logits.argmax(dim=-1)
     if model.candidate_selector is not None:
-        pair_loss, choices = _selector_loss(model, hidden, logits, blocks, ids=ids, target=target, weights=weights)
-        total = total + config.selector_weight * pair_loss
+        pair_losses, is_found, choices = _selector_losses(model, hidden, logits, blocks, ids=ids, target=target)
+        sums.append(config.selector_weight * (pair_losses * weights * is_found).sum())
+        weight_sums.append((weights * is_found).sum())
     hits = ((choices == target) & is_known).float()
-    metrics = {
-        "loss": total.detach(),
-        "emitted": 1 + hits.cumprod(dim=-1).sum(dim=-1).mean(),
-        "first": hits[..., 0].mean(),
-    }
-    return total, metrics
+    metrics = {"emitted": 1 + hits.cumprod(dim=-1).sum(dim=-1).mean(), "first": hits[..., 0].mean()}
+    return LossTerms(torch.stack(sums), torch.stack(weight_sums), metrics)
 
 
-def _position_weights(losses: Tensor, is_known: Tensor, config: DFlashObjectiveConfig) -> Tensor:
+def position_weights(losses: Tensor, is_known: Tensor, config: DFlashObjectiveConfig) -> Tensor:
+    """Weights [B, A, D] of the losses [B, A, D], without gradient."""
     if config.position_weights == "exponential":
         steps = torch.arange(losses.shape[-1], device=losses.device)
         return torch.exp(-steps / config.gamma).expand_as(losses)
@@ -102,21 +113,20 @@ def _position_weights(losses: Tensor, is_known: Tensor, config: DFlashObjectiveC
     return running.flip(-1).cumsum(dim=-1).flip(-1)
 
 
-def _selector_loss(
-    model: DFlash, hidden: Tensor, logits: Tensor, blocks: Blocks, *, ids: Tensor, target: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor]:
-    """K-way loss among the head's best candidates, each given the true token before it; and the picks it leads to."""
+def _selector_losses(
+    model: DFlash, hidden: Tensor, logits: Tensor, blocks: Blocks, *, ids: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """K-way losses among the head's best candidates, each given the true token before it; where the right one is among
+    them; and the rows the selector picks. All [B, A, D]."""
     selector = model.candidate_selector
     assert selector is not None
-    best = logits.topk(model.config.selector_top_k, dim=-1)  # [B, A, D, K]
+    best = logits.topk(min(model.config.selector_top_k, logits.shape[-1]), dim=-1)  # [B, A, D, K]
     anchor_ids = ids.gather(1, blocks.anchors)[..., None]
     parents = torch.cat((anchor_ids, blocks.labels[..., :-1]), dim=-1)  # [B, A, D]
     rows = model.draft_token_ids
     children = best.indices if rows is None else rows[best.indices]
     scores = best.values + selector(parents[..., None], hidden, children)[..., 0, :].float()
     matches = best.indices == target[..., None]
-    found = matches.any(dim=-1)
     losses = F.cross_entropy(scores.flatten(0, 2), matches.float().argmax(dim=-1).flatten(), reduction="none")
-    pair_weights = weights * found
-    loss = (losses.view(found.shape) * pair_weights).sum() / pair_weights.sum().clamp(min=1e-6)
-    return loss, best.indices.gather(-1, scores.argmax(dim=-1, keepdim=True))[..., 0]
+    picks = best.indices.gather(-1, scores.argmax(dim=-1, keepdim=True))[..., 0]
+    return losses.view(target.shape), matches.any(dim=-1), picks

@@ -1,7 +1,8 @@
 """Several processes train one drafter: torchrun starts them, each has a GPU, gradients are averaged once per step."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,27 +12,52 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Group:
+    """The processes of one run; a group of one never communicates."""
+
     rank: int = 0
     size: int = 1
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of `value` over all processes."""
+        if self.size == 1:
+            return value
+        total = value.detach().clone()
+        dist.all_reduce(total)
+        return total / self.size
 
     def average_gradients(self, parameters: Sequence[Tensor]) -> None:
         """One collective for everything: gradients travel as a single flat tensor."""
         if self.size == 1:
             return
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat)
-        flat /= self.size
+        flat = self.mean(torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
+    def any(self, is_true: bool, device: torch.device) -> bool:
+        """True for all as soon as it is true for one; waits for the device."""
+        return bool(self.mean(torch.tensor(float(is_true), device=device)) > 0) if self.size > 1 else is_true
 
-def join_group(device_type: str) -> Group:
+
+def own_device(name: str) -> torch.device:
+    """`cuda` is this process's own GPU: torchrun says which in LOCAL_RANK."""
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device
+
+
+@contextmanager
+def join_group(device: torch.device) -> Iterator[Group]:
     """The group torchrun prepared, or a group of one."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        return Group()
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    return Group(dist.get_rank(), size)
+        yield Group()
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield Group(dist.get_rank(), size)
+    finally:
+        dist.destroy_process_group()

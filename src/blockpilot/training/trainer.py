@@ -1,14 +1,14 @@
 """The training loop: the same for every drafter, exact to resume.
 
-The batch and the anchors of step s are a function of (seed, s) alone, so a run that stops and starts again sees the
-same data in the same order. A checkpoint holds weights, optimiser and step; on a CPU the resumed run is bit-identical.
-With several processes (torchrun) each takes its own share of every batch and gradients are averaged.
+The texts and the random numbers of step s are a function of (seed, s) alone, so a run that stops and starts again sees
+the same data in the same order. A checkpoint holds weights, optimiser and step; on a CPU the resumed run is
+bit-identical. With several processes (torchrun) each takes its own share of every batch; sums and weights of the loss
+are kept apart until all shares are counted, so the step is that of a single process with the whole batch.
 """
 
 import json
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,13 +16,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from blockpilot.core.errors import InputError
-from blockpilot.core.files import atomic_path, ensure_folder
+from blockpilot.core.errors import BlockPilotError, InputError
+from blockpilot.core.files import ensure_folder
+from blockpilot.training.checkpoints import append_log, load_checkpoint, read_log, save_checkpoint, trim_log
 from blockpilot.training.distributed import Group
+from blockpilot.training.loss_terms import LossTerms
+from blockpilot.training.optimizers import learning_rate_scale, make_optimizers, set_learning_rate
 from blockpilot.training.responses import ResponseSet
+from blockpilot.training.stopping import StopSignals, TrainingStopped, is_out_of_memory
 
-CHECKPOINT = "checkpoint.pt"
-LOG = "log.jsonl"
+ASK_GROUP_EVERY = 8  # steps between two questions to all processes whether to stop
+
+Report = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +49,15 @@ class LoopConfig:
 class Objective(Protocol):
     """What is trained, and how a batch turns into a loss."""
 
-    model: nn.Module
+    @property
+    def model(self) -> nn.Module: ...
 
-    def loss(
-        self, ids: Tensor, lengths: Tensor, prompt_lengths: Tensor, generator: torch.Generator
-    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+    @property
+    def num_random(self) -> int:
+        """Random numbers wanted per text and step."""
+        ...
+
+    def loss(self, ids: Tensor, lengths: Tensor, prompt_lengths: Tensor, uniform: Tensor) -> LossTerms: ...
 
     def evaluate(self) -> dict[str, Any]: ...
 
@@ -65,142 +74,150 @@ class Trainer:
         group: Group,
         identity: dict[str, Any],
     ) -> None:
+        """Goes on from the checkpoint in `out` if there is one; `identity` says whose checkpoint that must be."""
+        if config.batch_size % group.size:
+            raise InputError(f"--batch-size {config.batch_size} must be a multiple of the {group.size} processes")
         self.objective, self.data, self.config = objective, data, config
         self.device, self.group, self.out = device, group, ensure_folder(out)
         self.identity = json.loads(json.dumps(identity | {"loop": asdict(config)}))
         self.parameters = [parameter for parameter in objective.model.parameters() if parameter.requires_grad]
-        self.optimizers = make_optimizers(objective.model, config)
-        self.step = 0
+        self.optimizers = make_optimizers(
+            objective.model,
+            kind=config.optimizer,
+            learning_rate=config.learning_rate,
+            weight_decay=config.weight_decay,
+        )
+        self.step, self.saved_step = 0, -1
+        self._is_whole = True  # weights and optimisers belong to `step`, not to the middle of an update
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
         self._load_checkpoint()
 
-    def run(self, report: Callable[[dict[str, Any]], None]) -> None:
-        """Train up to `num_steps`, logging, evaluating and saving on the way."""
+    def run(self, report: Report) -> None:
+        """Train up to `num_steps`, logging, evaluating and saving on the way; an interruption saves first."""
+        with StopSignals() as signals:
+            try:
+                self._run(report, signals)
+            except KeyboardInterrupt:
+                raise TrainingStopped(self._save_and_tell("interrupted")) from None
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                advice = "out of memory: lower --batch-size or --blocks (both may change within a run)"
+                raise BlockPilotError(self._save_and_tell(advice)) from error
+
+    def _run(self, report: Report, signals: StopSignals) -> None:
         started, first = time.perf_counter(), self.step
+        if self._is_evaluation_due() and not self._has_evaluation():
+            self._evaluate(report)  # the run ended between this step's checkpoint and its evaluation
         while self.step < self.config.num_steps:
             metrics = self._train_step()
-            self.step += 1
             is_last = self.step == self.config.num_steps
             if self.step % self.config.log_every == 0 or is_last:
-                row = {"step": self.step, **{name: float(value) for name, value in metrics.items()}}
-                row["steps_per_second"] = (self.step - first) / (time.perf_counter() - started)
-                self._log(row, report)
-            if is_last or (self.config.evaluate_every and self.step % self.config.evaluate_every == 0):
-                self._log({"step": self.step, "evaluation": self.objective.evaluate()}, report)
-            if is_last or self.step % self.config.checkpoint_every == 0:
+                speed = (self.step - first) / (time.perf_counter() - started)
+                self._log_metrics(metrics, speed, report)
+            is_stopping = self._is_stopping(signals) and not is_last
+            if is_last or is_stopping or self.step % self.config.checkpoint_every == 0:
                 self._save_checkpoint()
+            if self._is_evaluation_due():
+                self._evaluate(report)
+            if is_stopping:
+                raise TrainingStopped(self._save_and_tell("stopped"), signals.received or 15)
 
     def _train_step(self) -> dict[str, Tensor]:
-        rate = self._set_learning_rate()
-        generator = torch.Generator(self.device).manual_seed(self._seed(self.step))
-        ids, lengths, prompt_lengths = (
-            x.to(self.device) for x in self.data.batch(self._indices(self.step), self.config.width)
+        rate = self.config.learning_rate * learning_rate_scale(
+            self.step, self.config.num_steps, self.config.warmup_share
         )
-        loss, metrics = self.objective.loss(ids, lengths, prompt_lengths, generator)
+        set_learning_rate(self.optimizers, rate)
+        batch = self.data.batch(self._indices(self.step), self.config.width)
+        terms = self.objective.loss(*(x.to(self.device) for x in (*batch, self._uniform(self.step))))
+        loss = (terms.sums / self.group.mean(terms.weights).clamp(min=1e-6)).sum()
         loss.backward()
         self.group.average_gradients(self.parameters)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
+        self._update()
+        return {
+            "loss": loss.detach(),
+            **terms.metrics,
+            "gradient_norm": norm,
+            "learning_rate": torch.tensor(rate, device=self.device),
+        }
+
+    def _update(self) -> None:
+        self._is_whole = False
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return metrics | {"gradient_norm": norm, "learning_rate": torch.tensor(rate)}
-
-    def _set_learning_rate(self) -> float:
-        """Linear warm-up, then a cosine down to a fiftieth."""
-        warmup = max(1, int(self.config.warmup_share * self.config.num_steps))
-        progress = (self.step - warmup) / max(1, self.config.num_steps - warmup)
-        scale = (self.step + 1) / warmup if self.step < warmup else 0.02 + 0.49 * (1 + math.cos(math.pi * progress))
-        for optimizer in self.optimizers:
-            for parameters in optimizer.param_groups:
-                parameters["lr"] = scale * self.config.learning_rate
-        return scale * self.config.learning_rate
+        self.step += 1
+        self._is_whole = True
 
     def _indices(self, step: int) -> Tensor:
         """This process's share of the texts of one step: epochs are shuffles that depend on the seed alone."""
-        per_epoch = max(1, len(self.data) // self.config.batch_size)
-        epoch, place = divmod(step, per_epoch)
-        order = self._epoch_order(epoch)
-        rows = order[place * self.config.batch_size : (place + 1) * self.config.batch_size]
-        return rows[self.group.rank :: self.group.size]
-
-    def _epoch_order(self, epoch: int) -> Tensor:
-        if getattr(self, "_cached_epoch", None) != epoch:
+        size = self.config.batch_size
+        epoch, place = divmod(step, max(1, len(self.data) // size))
+        if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.config.seed * 7919 + epoch)
-            self._cached_order, self._cached_epoch = torch.randperm(len(self.data), generator=generator), epoch
-        return self._cached_order
+            self._order, self._epoch = torch.randperm(len(self.data), generator=generator), epoch
+        places = torch.arange(place * size, (place + 1) * size) % len(self.data)  # few texts: some more than once
+        return self._order[places][self.group.rank :: self.group.size]
 
-    def _seed(self, step: int) -> int:
-        return (self.config.seed * 1_000_003 + step) * 64 + self.group.rank
+    def _uniform(self, step: int) -> Tensor:
+        """This process's share of the step's random numbers; drawn on the CPU, so that every device gets the same."""
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
+        uniform = torch.rand(self.config.batch_size, self.objective.num_random, generator=generator)
+        return uniform[self.group.rank :: self.group.size]
 
-    def _log(self, row: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> None:
+    def _is_stopping(self, signals: StopSignals) -> bool:
+        """All processes stop at the same step, or the others would wait for ever."""
+        if self.group.size > 1 and self.step % ASK_GROUP_EVERY:
+            return False
+        return self.group.any(signals.received > 0, self.device)
+
+    def _is_evaluation_due(self) -> bool:
+        every = self.config.evaluate_every
+        return self.step == self.config.num_steps or bool(every and self.step and self.step % every == 0)
+
+    def _has_evaluation(self) -> bool:
+        return any(row["step"] == self.step and "evaluation" in row for row in read_log(self.out))
+
+    def _evaluate(self, report: Report) -> None:
         if self.group.rank == 0:
-            with (self.out / LOG).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            report(row)
+            self._log({"step": self.step, "evaluation": self.objective.evaluate()}, report)
+
+    def _log_metrics(self, metrics: dict[str, Tensor], speed: float, report: Report) -> None:
+        values = self.group.mean(torch.stack([value.float() for value in metrics.values()])).tolist()
+        row = {"step": self.step, **dict(zip(metrics, values, strict=True)), "steps_per_second": speed}
+        if self.group.rank == 0:
+            self._log(row, report)
+
+    def _log(self, row: dict[str, Any], report: Report) -> None:
+        append_log(self.out, row)
+        report(row)
+
+    def _save_and_tell(self, what: str) -> str:
+        """Keep all that can be kept, and say how to go on."""
+        if self._is_whole and self.step > max(0, self.saved_step):
+            self._save_checkpoint()
+        if self.saved_step < 0:
+            return f"{what}; nothing was saved yet: give the same command again"
+        return f"{what}; step {self.saved_step} is saved in {self.out}: give the same command again to go on from there"
 
     def _save_checkpoint(self) -> None:
-        if self.group.rank:
-            return
-        state = {
-            "identity": self.identity,
-            "step": self.step,
-            "model": self.objective.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-        }
-        with atomic_path(self.out / CHECKPOINT) as path:
-            torch.save(state, path)
+        if self.group.rank == 0:
+            state = {
+                "identity": self.identity,
+                "step": self.step,
+                "model": self.objective.model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            }
+            save_checkpoint(self.out, state)
+        self.saved_step = self.step
 
     def _load_checkpoint(self) -> None:
-        path = self.out / CHECKPOINT
-        if not path.is_file():
-            (self.out / LOG).unlink(missing_ok=True)
-            return
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        for key, value in self.identity.items():
-            if state["identity"].get(key) != value:
-                raise InputError(
-                    f"{path} belongs to another run: {key} was {state['identity'].get(key)!r}, now {value!r}; "
-                    "choose another --out"
-                )
-        self.objective.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.step = state["step"]
-        _trim_log(self.out / LOG, self.step)
-
-
-def make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    is_muon = {
-        name: config.optimizer == "muon" and parameter.dim() == 2 and "codebook" not in name
-        for name, parameter in named
-    }
-    rest = [parameter for name, parameter in named if not is_muon[name]]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
-    ]
-    matrices = [parameter for name, parameter in named if is_muon[name]]
-    if matrices:
-        optimizers.append(
-            torch.optim.Muon(
-                matrices, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
-        )
-    return optimizers
-
-
-def _trim_log(path: Path, step: int) -> None:
-    """Drop rows written after the checkpoint: those steps will run again."""
-    if path.is_file():
-        rows = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= step]
-        with atomic_path(path) as temporary:
-            temporary.write_text("".join(line + "\n" for line in rows), encoding="utf-8")
-
-
-def read_log(out: Path) -> Iterator[dict[str, Any]]:
-    for line in (out / LOG).read_text(encoding="utf-8").splitlines():
-        yield json.loads(line)
-
-
-def _is_small(name: str) -> bool:
-    """Convolution and selector parameters start at zero or are look-up tables: orthogonal updates do not suit them."""
-    return "conv" in name or "candidate_selector" in name
+        state = load_checkpoint(self.out, self.identity, self.device)
+        if state is not None:
+            self.objective.model.load_state_dict(state["model"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.step = self.saved_step = state["step"]
+        if self.group.rank == 0:
+            trim_log(self.out, self.step if state else -1)

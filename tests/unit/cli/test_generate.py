@@ -99,14 +99,14 @@ def test_json_without_steps_has_null_rates(fake_llm, capsys):
     assert main(["generate", "Hi", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["num_tokens"], result["tau"], result["tokens_per_second"]) == (1, None, None)
-    assert (result["pilot"], result["drafter"], result["target"]) == ("ar", None, "smollm2-135m")
+    assert (result["pilot"], result["drafter"], result["target"]) == ("ar", "smollm2-135m-dflash2", "smollm2-135m")
 
 
 def test_human_mode_keeps_the_answer_alone_on_stdout(capsys):
-    assert main(["generate", "Hi"]) == 0
+    assert main(["generate", "Hi", "--target", "some/model"]) == 0
     output = capsys.readouterr()
     assert output.out == "Hello, wörld\n"
-    assert "no drafter for smollm2-135m yet: plain decoding (try --drafter ngram)" in output.err
+    assert "no drafter ships for some/model: plain decoding (try --drafter ngram)" in output.err
     assert all(word in output.err for word in ("tokens/s", "tau", "prefill", "length", "2.00"))
 
 
@@ -120,7 +120,7 @@ def test_human_mode_without_steps_shows_dashes(fake_llm, capsys):
 
 @pytest.mark.parametrize("words", [["--pilot", "ar"], ["--drafter", "ngram"], ["--drafter", "none"], ["--json"]])
 def test_no_note_when_the_choice_was_explicit(words, capsys):
-    assert main(["generate", "Hi", *words]) == 0
+    assert main(["generate", "Hi", "--target", "some/model", *words]) == 0
     assert "no drafter" not in capsys.readouterr().err
 
 
@@ -151,7 +151,7 @@ def test_flags_reach_the_engine(fake_llm):
         (["Hi", "--context-length", "1"], "context_length"),
         (["Hi", "--pilot", "nope"], "unknown pilot"),
         (["Hi", "--pilot", "fixed:0"], "fixed:0"),
-        (["Hi", "--pilot", "fixed:4"], "needs a drafter: add --drafter ngram"),
+        (["Hi", "--pilot", "fixed:4", "--drafter", "none"], "needs a drafter: add --drafter ngram"),
         (["Hi", "--max-new", "4"], "unrecognized arguments"),
         ([" \n"], "the prompt is empty"),
         (["ä\udcffb"], "the prompt is not valid UTF-8 at byte 2"),

@@ -1,0 +1,86 @@
+"""What a run leaves on disk: one checkpoint, replaced whole, and a log of JSON lines that never runs ahead of it."""
+
+import errno
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockpilot.core.errors import BlockPilotError, InputError
+from blockpilot.core.files import atomic_path, write_text
+
+CHECKPOINT = "checkpoint.pt"
+LOG = "log.jsonl"
+# May differ when a run goes on: what memory allows, and how often something is said, saved or compiled.
+FREE_KEYS = ("batch_size", "blocks", "log_every", "evaluate_every", "checkpoint_every", "is_compiled")
+
+logger = logging.getLogger(__name__)
+
+
+def save_checkpoint(out: Path, state: Mapping[str, Any]) -> None:
+    """Replace the checkpoint; whatever goes wrong, the old one stays."""
+    try:
+        with atomic_path(out / CHECKPOINT) as path:
+            _save(state, path)
+    except BlockPilotError as error:
+        raise BlockPilotError(f"{error}; make room and give the same command again to go on") from error
+
+
+def _save(state: Mapping[str, Any], path: Path) -> None:
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # how PyTorch reports a full disk
+        raise OSError(errno.EIO, f"{str(error).splitlines()[0]} (is the disk full?)") from error
+
+
+def load_checkpoint(out: Path, identity: Mapping[str, Any], device: torch.device) -> dict[str, Any] | None:
+    """The state to go on from; None when there is none; an error that names the key when it is of another run."""
+    path = out / CHECKPOINT
+    if not path.is_file():
+        return None
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        saved = _flatten(state["identity"])
+    except Exception as error:  # a damaged file fails in many ways
+        raise InputError(f"{path} is no readable checkpoint: delete it to start anew") from error
+    for key, value in _flatten(identity).items():
+        if saved.get(key) == value:
+            continue
+        if key.rpartition(".")[2] not in FREE_KEYS:
+            raise InputError(
+                f"{path} belongs to another run: {key} was {saved.get(key)!r}, now {value!r}; choose another --out"
+            )
+        logger.warning("going on with another %s: %r, was %r", key, value, saved.get(key))
+    return state
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined with dots, so that an error names the very key."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def append_log(out: Path, row: Mapping[str, Any]) -> None:
+    with (out / LOG).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read_log(out: Path) -> Iterator[dict[str, Any]]:
+    """Every row; a last line that a crash cut short is left out."""
+    path = out / LOG
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            logger.warning("%s: left out an unreadable line", path)
+
+
+def trim_log(out: Path, step: int) -> None:
+    """Drop rows written after the checkpoint: those steps will run again."""
+    rows = [json.dumps(row) + "\n" for row in read_log(out) if row["step"] <= step]
+    write_text(out / LOG, "".join(rows))

@@ -1,4 +1,4 @@
-"""BlockPilot: lossless speculative decoding that chooses its own block size.
+"""BlockPilot: lossless speculative decoding with block drafters.
 
 Public names are loaded on first use, so that `import blockpilot` and `blockpilot --help` stay fast.
 """

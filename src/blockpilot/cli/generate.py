@@ -39,7 +39,7 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     drafter_help = "ngram, none, a shipped drafter's name, or a folder or hub id with a DFlash or EAGLE-3 drafter"
     drafter_help += " (default: auto, the one that ships for the target)"
     group.add_argument("--drafter", default="auto", metavar="MODEL", help=drafter_help)
-    pilot_help = "ar, fixed:B (chain, block size B), tree:N (N nodes) or auto (default: auto)"
+    pilot_help = "ar, fixed:B (chain, block size B), tree:N or tree:N@B (N nodes, drafted at B) or auto (default: auto)"
     group.add_argument("--pilot", default="auto", help=pilot_help)
     group.add_argument("--device", default=default.device, help=f"cpu or cuda (default: {default.device})")
     dtype_help = f"float32, bfloat16 or float16 (default: {default.dtype})"

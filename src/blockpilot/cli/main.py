@@ -18,7 +18,7 @@ from blockpilot.core.errors import BlockPilotError
 VERBS = {  # verb: (module, what `blockpilot --help` says)
     "generate": ("blockpilot.cli.generate", "answer a prompt, streamed as it is written"),
     "synthesize": ("blockpilot.cli.synthesize", "let the target write its own training text"),
-    "train-drafter": ("blockpilot.cli.train_drafter", "train a DFlash drafter for any target"),
+    "train-drafter": ("blockpilot.cli.train_drafter", "train a drafter (DFlash, DFlash 2 or EAGLE-3) for any target"),
     "models": ("blockpilot.cli.models", "list, fetch, verify and export models"),
 }
 EXIT_FAILURE = 1
@@ -57,13 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """The parser for this command line: verbs that do not stand on it are only named, not imported."""
-    summary = "Lossless speculative decoding that chooses its own block size."
+    summary = "Lossless speculative decoding: a drafter proposes blocks, the target checks them."
     parser = Parser(prog="blockpilot", description=summary, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"blockpilot {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs")
     for name, (module, purpose) in VERBS.items():
-        verb = verbs.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.", allow_abbrev=False)
+        verb = verbs.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.", allow_abbrev=False)
         if name in words:
             importlib.import_module(module).add_arguments(verb)
             add_debug(verb)

@@ -4,9 +4,13 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blockpilot.cli.console import print_json, show_progress
 from blockpilot.core.errors import InputError
+
+if TYPE_CHECKING:
+    from blockpilot.training.synthesis import SynthesisConfig
 
 DEFAULT_TARGET = "smollm2-135m"
 
@@ -56,10 +60,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from blockpilot.training.setup import load_training_target
-    from blockpilot.training.synthesis import SynthesisConfig, synthesize
+    from blockpilot.training.synthesis import synthesize
 
-    is_gpu = arguments.device.startswith("cuda")
-    config = SynthesisConfig(
+    config = _config(arguments)
+    with show_progress("loading the target") as progress:
+        target = load_training_target(
+            arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress
+        )
+    manifest = synthesize(config, target, arguments.out, ProgressLines()).read_manifest() or {}
+    counts = {key: manifest[key] for key in ("num_texts", "num_answer_tokens", "num_shards")}
+    if arguments.json:
+        print_json({"out": str(arguments.out), **counts})
+    else:
+        print(f"{counts['num_texts']:,} texts with {counts['num_answer_tokens']:,} answer tokens in {arguments.out}")
+    return 0
+
+
+def _config(arguments: argparse.Namespace) -> "SynthesisConfig":
+    from blockpilot.training.synthesis import SynthesisConfig
+
+    if not arguments.num_prompts and not arguments.prompts:
+        raise InputError("nothing to answer: give --num-prompts or --prompts FILE")
+    default_rows = 2048 if arguments.device.startswith("cuda") else 64
+    return SynthesisConfig(
         target=arguments.target,
         num_written=_at_least(arguments.num_prompts, 0, "--num-prompts"),
         starts=tuple(arguments.start) or ("",),
@@ -67,27 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
         temperatures=_parse_temperatures(arguments.temperatures),
         max_length=_at_least(arguments.max_length, 32, "--max-length"),
         max_prompt_length=arguments.max_length // 2,
-        num_rows=arguments.rows or (2048 if is_gpu else 64),
+        num_rows=_at_least(arguments.rows, 0, "--rows") or default_rows,
         shard_size=_at_least(arguments.shard_size, 1, "--shard-size"),
-        seed=arguments.seed,
+        seed=_at_least(arguments.seed, 0, "--seed"),
     )
-    if not config.num_written and not config.prompt_files:
-        raise InputError("nothing to answer: give --num-prompts or --prompts FILE")
-    with show_progress("loading the target") as progress:
-        target = load_training_target(
-            arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress
-        )
-    folder = synthesize(config, target, arguments.out, _report_lines())
-    manifest = folder.read_manifest() or {}
-    summary = {
-        "out": str(arguments.out),
-        **{key: manifest[key] for key in ("num_texts", "num_answer_tokens", "num_shards")},
-    }
-    if arguments.json:
-        print_json(summary)
-    else:
-        print(f"{summary['num_texts']:,} texts with {summary['num_answer_tokens']:,} answer tokens in {arguments.out}")
-    return 0
 
 
 def _parse_temperatures(text: str) -> tuple[float, ...]:
@@ -106,13 +112,14 @@ def _at_least(value: int, least: int, name: str) -> int:
     return value
 
 
-def _report_lines():  # type: ignore[no-untyped-def]
+class ProgressLines:
     """One line every few seconds: long work stays visible in terminals and logs alike."""
-    last = [0.0]
 
-    def report(what: str, done: int, total: int) -> None:
-        if done >= total or time.monotonic() - last[0] > 5:
-            last[0] = time.monotonic()
+    def __init__(self, seconds: float = 5.0) -> None:
+        self.seconds, self.last = seconds, float("-inf")
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done >= total or now - self.last > self.seconds:
+            self.last = now
             print(f"{what}: {done:,} of {total:,}", file=sys.stderr, flush=True)
-
-    return report

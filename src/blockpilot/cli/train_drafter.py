@@ -1,12 +1,16 @@
 """`blockpilot train-drafter`: training text in, drafter out."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blockpilot.cli.console import print_json, show_progress
 from blockpilot.core.errors import InputError
+
+if TYPE_CHECKING:
+    from blockpilot.training.drafter_run import DrafterRun
 
 DEFAULT_TARGET = "smollm2-135m"
 KINDS = ("dflash", "dflash2", "eagle3")
@@ -41,7 +45,7 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         "--unrolled", type=int, default=7, metavar="N", help="eagle3: steps of training-time test (default: 7)"
     )
     group.add_argument(
-        "--head-size", type=int, default=0, metavar="N", help="look only at the N most used tokens (default: all)"
+        "--head-size", type=int, default=0, metavar="N", help="look only at the N most used tokens (default: all; eagle3: 4096)"
     )
 
 
@@ -74,44 +78,32 @@ def _add_loop(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from blockpilot.training.setup import DrafterRun, load_training_target, train_drafter
+    from blockpilot.training.setup import load_training_target, train_drafter
 
-    settings = DrafterRun(
-        kind=arguments.kind,
-        layers=_positive(arguments.layers, "--layers"),
-        taps=_parse_taps(arguments.taps),
-        block_size=arguments.block_size,
-        intermediate_size=arguments.intermediate_size,
-        selector_rank=arguments.selector_rank,
-        head_size=arguments.head_size,
-        unrolled=_positive(arguments.unrolled, "--unrolled"),
-        steps=_positive(arguments.steps, "--steps"),
-        batch_size=_positive(arguments.batch_size, "--batch-size"),
-        width=_positive(arguments.width, "--width"),
-        blocks=_positive(arguments.blocks, "--blocks"),
-        min_block_size=arguments.min_block_size or arguments.block_size,
-        learning_rate=arguments.learning_rate,
-        optimizer=arguments.optimizer,
-        position_weights=arguments.position_weights,
-        gamma=arguments.gamma,
-        labels=arguments.labels,
-        seed=arguments.seed,
-        evaluate_every=arguments.evaluate_every,
-        checkpoint_every=_positive(arguments.checkpoint_every, "--checkpoint-every"),
-        limit_texts=arguments.limit_texts,
-        start_from=arguments.start_from,
-        is_compiled=not arguments.no_compile and arguments.device.startswith("cuda"),
-    )
+    settings = _settings(arguments)
     with show_progress("loading the target") as progress:
         target = load_training_target(
             arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress
         )
     summary = train_drafter(settings, target, data=arguments.data, out=arguments.out, report=_print_row)
+    if int(os.environ.get("RANK", "0")):
+        return 0  # torchrun: the first process speaks for all
     if arguments.json:
         print_json(summary)
     else:
         print(f"the drafter is in {summary['drafter']}")
     return 0
+
+
+def _settings(arguments: argparse.Namespace) -> "DrafterRun":
+    """Arguments carry the names of the run's fields, but for those that need a word more."""
+    from blockpilot.training.drafter_run import DrafterRun
+
+    given = {key: value for key, value in vars(arguments).items() if key in DrafterRun.__dataclass_fields__}
+    given["taps"] = _parse_taps(arguments.taps)
+    given["min_block_size"] = arguments.min_block_size or arguments.block_size
+    given["is_compiled"] = not arguments.no_compile and arguments.device.startswith("cuda")
+    return DrafterRun(**given)
 
 
 def _print_row(row: dict[str, Any]) -> None:
@@ -129,9 +121,3 @@ def _parse_taps(text: str) -> tuple[int, ...] | int:
     if not all(part.strip().isdigit() for part in parts):
         raise InputError(f"--taps {text!r}: give a count, or layer numbers separated by commas")
     return int(text) if len(parts) == 1 else tuple(int(part) for part in parts)
-
-
-def _positive(value: int, name: str) -> int:
-    if value < 1:
-        raise InputError(f"{name} must be at least 1, got {value}")
-    return value

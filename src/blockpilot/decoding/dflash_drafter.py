@@ -18,7 +18,7 @@ from blockpilot.core.config import MAX_BLOCK_SIZE
 from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.decoding.sampling import gumbel_noise
 from blockpilot.models.dflash import DFlash
-from blockpilot.models.packing import pack_linear, pack_linears
+from blockpilot.models.packing import pack_linear, pack_linears, quantize_linears
 
 
 class DFlashDrafter:
@@ -44,6 +44,8 @@ class DFlashDrafter:
         weight = model.context_weight()
         projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         projection.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        if linear_backend == "blocks":  # a rounded drafter drafts as well, and its weights are read at every step
+            quantize_linears(nn.ModuleList([model, projection]))
         self.context_projection = pack_linear(projection, linear_backend)
         pack_linears(model, linear_backend)
         shapes = model.config.layers

@@ -28,6 +28,14 @@ class BlockCodes:
         columns = [(part.codes, part.scales, part.offsets) for part in parts]
         return cls(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
+    @classmethod
+    def quantize(cls, weight: NDArray[np.float32]) -> "BlockCodes":
+        """Round float weights to 8 bits, as Q8_0 does. For drafters: what they propose is checked anyway."""
+        blocks = weight.reshape(len(weight), -1, BLOCK)
+        scales = np.abs(blocks).max(axis=-1) / np.float32(127)
+        codes = np.rint(blocks / np.maximum(scales, np.float32(1e-30))[..., None]).astype(np.int8)
+        return cls(codes.reshape(weight.shape), scales, np.zeros_like(scales))
+
     def rows(self, order: NDArray[np.int64]) -> "BlockCodes":
         return BlockCodes(self.codes[order], self.scales[order], self.offsets[order])
 
@@ -77,7 +85,27 @@ class BlockLinear(nn.Module):
 
         result = np.empty((x.shape[0], len(self._packed[0]) * GROUP), np.float32)
         multiply(*self._packed, x.contiguous().numpy(), result, self.num_threads)
-        return torch.from_numpy(result)[:, : self.out_features]
+        out = torch.from_numpy(result)
+        return out if out.shape[1] == self.out_features else out[:, : self.out_features]
+
+
+class BlockNorm(nn.Module):
+    """RMSNorm of few tokens as one compiled loop; PyTorch's own takes half a dozen passes on a CPU."""
+
+    def __init__(self, weight: Tensor, eps: float, many: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.many = weight, many
+        self._values, self._eps = weight.detach().numpy(), np.float32(eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 2 or x.shape[0] > BlockLinear.MAX_TOKENS:
+            out: Tensor = self.many(x)
+            return out
+        from blockpilot.models.block_kernels import normalize
+
+        result = np.empty(x.shape, np.float32)
+        normalize(x.contiguous().numpy(), self._values, self._eps, result)
+        return torch.from_numpy(result)
 
 
 def _arrange(codes: BlockCodes) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:

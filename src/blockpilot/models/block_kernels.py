@@ -99,10 +99,23 @@ def multiply(codes, scales, offsets, x, out, num_parts):  # type: ignore[no-unty
     for part in prange(num_parts):
         sums = np.empty((4, ROWS), np.float32)
         for g in range(part * num_groups // num_parts, (part + 1) * num_groups // num_parts):
-            t, row = 0, g * ROWS
-            while t + 4 <= num_tokens:
-                _four_tokens(codes[g], scales[g], offsets[g], x, x_sums, out, sums, t, row)
-                t += 4
-            while t < num_tokens:
-                _one_token(codes[g], scales[g], offsets[g], x[t], x_sums[t], out[t, row : row + ROWS], sums[0])
-                t += 1
+            row = g * ROWS
+            if num_tokens < 4:
+                for t in range(num_tokens):
+                    _one_token(codes[g], scales[g], offsets[g], x[t], x_sums[t], out[t, row : row + ROWS], sums[0])
+            else:
+                for t in range(0, num_tokens, 4):  # the last four may overlap those before: cheaper than one by one
+                    first = min(t, num_tokens - 4)
+                    _four_tokens(codes[g], scales[g], offsets[g], x, x_sums, out, sums, first, row)
+
+
+@njit(fastmath=True, nogil=True, cache=True)
+def normalize(x, weight, eps, out):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """out = x / sqrt(mean(x^2) + eps) * weight, row by row."""
+    for t in range(x.shape[0]):
+        total = float32(0)
+        for k in range(x.shape[1]):
+            total += x[t, k] * x[t, k]
+        scale = float32(1) / np.sqrt(total / float32(x.shape[1]) + eps)
+        for k in range(x.shape[1]):
+            out[t, k] = x[t, k] * scale * weight[k]

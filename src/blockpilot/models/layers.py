@@ -36,8 +36,10 @@ class Rotary(nn.Module):
         self.inverse_frequencies: Tensor
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines, and sines with the sign they carry: minus for the first half of a head, plus for the second."""
         angles = positions.to(torch.float32)[:, None] * self.inverse_frequencies  # [N, D/2]
-        return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]  # [N, 1, D/2]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None]  # [N, 1, D]
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
@@ -59,9 +61,8 @@ def _llama3_frequencies(config: RopeConfig, frequencies: Tensor) -> Tensor:
 
 def apply_rotary(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate [N, H, D] by the half-split convention: pairs are (i, i + D/2)."""
-    cos, sin = rotation
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    cos, signed_sin = rotation
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin)
 
 
 class Attention(nn.Module):

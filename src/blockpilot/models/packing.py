@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.block_codes import BlockCodes, BlockLinear
+from blockpilot.models.block_codes import BLOCK, BlockCodes, BlockLinear, BlockNorm
+from blockpilot.models.layers import RMSNorm
 
 BACKENDS = ("auto", "blocks", "mkldnn", "plain")
 
@@ -56,8 +57,17 @@ def pack_linear(layer: nn.Linear, backend: str) -> nn.Module:
 
 
 def pack_linears(model: nn.Module, backend: str) -> None:
-    """Replace every nn.Linear inside `model`."""
+    """Replace every nn.Linear inside `model`, and the norms around them where a compiled one is at hand."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(module, name, pack_linear(child, backend))
+            elif isinstance(child, RMSNorm) and backend == "blocks":
+                setattr(module, name, BlockNorm(child.weight, child.eps, child))
+
+
+def quantize_linears(model: nn.Module) -> None:
+    """Attach 8-bit codes to every linear layer that has none and fits: for drafters, whose output is checked anyway."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.in_features % BLOCK == 0 and not hasattr(module, "block_codes"):
+            module.block_codes = BlockCodes.quantize(module.weight.detach().numpy())

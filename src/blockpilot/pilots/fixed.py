@@ -43,17 +43,18 @@ class FixedPilot:
 
 @dataclass(frozen=True)
 class TreePilot:
-    """Every step drafts at the trained size and checks the `num_nodes` likeliest nodes."""
+    """Every step checks the `num_nodes` likeliest nodes, drafted at the trained size or at `draft_size`."""
 
     num_nodes: int
+    draft_size: int | None = None
     num_candidates: int = TREE_WIDTH
 
     @property
     def name(self) -> str:
-        return f"tree:{self.num_nodes}"
+        return f"tree:{self.num_nodes}" + (f"@{self.draft_size}" if self.draft_size else "")
 
     def choose(self, inputs: PilotInputs) -> int:
-        return inputs.trained_block_size
+        return self.draft_size or inputs.trained_block_size
 
     def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
         return grow_tree(candidates, self.num_nodes)

@@ -5,7 +5,7 @@ from blockpilot.core.errors import InputError
 from blockpilot.pilots.base import Pilot
 from blockpilot.pilots.fixed import FixedPilot, PlainPilot, TreePilot
 
-KNOWN = f"ar, fixed:B (B from 1 to {MAX_BLOCK_SIZE}), tree:N (N from 1 to {MAX_TREE_NODES}), auto"
+KNOWN = f"ar, fixed:B (B from 1 to {MAX_BLOCK_SIZE}), tree:N or tree:N@B (N nodes, N to {MAX_TREE_NODES}), auto"
 
 
 def load_pilot(spec: str, *, has_drafter: bool = True) -> Pilot:
@@ -19,7 +19,9 @@ def load_pilot(spec: str, *, has_drafter: bool = True) -> Pilot:
         size = _parse_size(spec, argument, MAX_BLOCK_SIZE)
         return FixedPilot(size) if size > 1 else PlainPilot()
     if kind == "tree":
-        return TreePilot(_parse_size(spec, argument, MAX_TREE_NODES))
+        nodes, _, draft = argument.partition("@")
+        draft_size = _parse_size(spec, draft, MAX_BLOCK_SIZE) if draft else None
+        return TreePilot(_parse_size(spec, nodes, MAX_TREE_NODES), draft_size)
     raise InputError(f"unknown pilot {spec!r}; known: {KNOWN}")
 
 

@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,34 +36,32 @@ def read_prompts(path: Path) -> list[Prompt]:
             prompts = list(_parse(path, lines))
     except FileNotFoundError as error:
         raise InputError(f"prompt file {path} does not exist") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"prompt file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        raise InputError(f"prompt file {path} cannot be read: {error}") from error
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise InputError(f"prompt file {path} cannot be read: {reason}") from error
     if not prompts:
         raise InputError(f"prompt file {path} is empty")
     return prompts
 
 
-def _open(path: Path) -> IO[str]:
+def _open(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
+        return gzip.open(path, "rb")  # type: ignore[return-value]
     if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
+        return lzma.open(path, "rb")
+    return path.open("rb")
 
 
-def _parse(path: Path, lines: IO[str]) -> Iterator[Prompt]:
+def _parse(path: Path, lines: IO[bytes]) -> Iterator[Prompt]:
     is_json = ".jsonl" in path.name
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        yield (
-            _parse_json(line, where, f"{path.name}:{number}")
-            if is_json
-            else Prompt(f"{path.name}:{number}", line.strip())
-        )
+    for number, raw in enumerate(lines, start=1):
+        where, name = f"{path}, line {number}", f"{path.name}:{number}"
+        try:
+            line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise InputError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+        if line:
+            yield _parse_json(line, where, name) if is_json else Prompt(name, line)
 
 
 def _parse_json(line: str, where: str, default_id: str) -> Prompt:
@@ -78,6 +77,6 @@ def _parse_json(line: str, where: str, default_id: str) -> Prompt:
 
 def _find_text(record: dict[str, Any]) -> str | None:
     turns = record.get("turns")
-    if isinstance(turns, list) and turns and isinstance(turns[0], str):
+    if isinstance(turns, list) and turns and isinstance(turns[0], str) and turns[0].strip():
         return turns[0]
     return next((record[key] for key in _KEYS if isinstance(record.get(key), str) and record[key].strip()), None)

@@ -9,14 +9,18 @@ This is not the serving engine: it trades latency for throughput and never specu
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from blockpilot.core.errors import InputError
 from blockpilot.models.decoder import Decoder
 from blockpilot.training.dense_attention import PrefillAttention, StaticCacheAttention
 
 WINDOW_STEP = 64
+PREFILL_STEP = 16  # prompts are padded to a multiple of this
+MAX_PREFILL_ROWS = 256
 
 
 @dataclass
@@ -40,6 +44,7 @@ class BulkGenerator:
         seed: int,
         refill_every: int = 16,
     ) -> None:
+        """`capacity` bounds the length of every text; `num_rows` of them are written side by side."""
         config = decoder.config
         weight = decoder.embed_tokens.weight
         self.decoder, self.device = decoder, weight.device
@@ -59,7 +64,7 @@ class BulkGenerator:
     @torch.inference_mode()
     def run(self, source: Iterator[Row]) -> Iterator[Row]:
         """Take texts from `source` as rows come free; yield each when its answer has ended."""
-        self._refill(source)
+        yield from self._refill(source)
         while any(self.rows):
             longest = int(self.positions.max())
             window = min(self.capacity, -(-(longest + self.refill_every + 1) // WINDOW_STEP) * WINDOW_STEP)
@@ -68,24 +73,28 @@ class BulkGenerator:
                 step()
                 self.history[index] = self.tokens
             yield from self._collect()
-            self._refill(source)
+            yield from self._refill(source)
 
     def _step(self, window: int) -> None:
         attend = StaticCacheAttention(self.cache, self.positions, window)
         hidden, _ = self.decoder(self.tokens, self.positions, attend)
         logits = self.decoder.logits(hidden).float()
-        noise = torch.empty_like(logits).exponential_(generator=self.generator).log_()  # minus a Gumbel variable
-        self.tokens.copy_((logits - self.temperatures[:, None] * noise).argmax(dim=-1))
+        self.tokens.copy_(self._sample(logits, self.temperatures))
         self.positions.add_(1).clamp_(max=self.capacity - 1)
+
+    def _sample(self, logits: Tensor, temperatures: Tensor) -> Tensor:
+        noise = torch.empty_like(logits).exponential_(generator=self.generator).log_()  # minus a Gumbel variable
+        return (logits - temperatures[:, None] * noise).argmax(dim=-1)
 
     def _step_function(self, window: int) -> Callable[[], None]:
         if self.device.type != "cuda":
-            return lambda: self._step(window)
+            return partial(self._step, window)
         if window not in self._steps:
             self._steps[window] = self._capture(window)
         return self._steps[window]
 
     def _capture(self, window: int) -> Callable[[], None]:
+        """Record one step as a CUDA graph; the state it moved is put back."""
         state = self.tokens.clone(), self.positions.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -103,41 +112,51 @@ class BulkGenerator:
     def _collect(self) -> Iterator[Row]:
         history = self.history.t().tolist()  # the one wait per round
         for index, row in enumerate(self.rows):
-            if row is None:
-                continue
-            for token_id in history[index]:
+            for token_id in history[index] if row is not None else ():
+                assert row is not None
                 row.answer_ids.append(token_id)
-                if token_id in self.eos_token_ids or len(row.prompt_ids) + len(row.answer_ids) >= row.max_length:
+                if self._is_finished(row):
                     self.rows[index] = None
                     yield row
                     break
 
-    def _refill(self, source: Iterator[Row]) -> None:
-        """Give every empty row a new prompt; its first token comes out of the prefill."""
-        empty = [index for index, row in enumerate(self.rows) if row is None]
-        taken = [(index, row) for index, row in zip(empty, source, strict=False)]
-        for start in range(0, len(taken), 256):
-            self._prefill(taken[start : start + 256])
+    def _is_finished(self, row: Row) -> bool:
+        is_full = len(row.prompt_ids) + len(row.answer_ids) >= row.max_length
+        return is_full or row.answer_ids[-1] in self.eos_token_ids
+
+    def _refill(self, source: Iterator[Row]) -> Iterator[Row]:
+        """Give every empty row a new prompt; its first token comes out of the prefill and may already end it."""
+        while empty := [index for index, row in enumerate(self.rows) if row is None]:
+            taken = list(zip(empty, source, strict=False))
+            for start in range(0, len(taken), MAX_PREFILL_ROWS):
+                self._prefill(taken[start : start + MAX_PREFILL_ROWS])
+            finished = [index for index, row in taken if self._is_finished(row)]
+            for index, row in taken:
+                self.rows[index] = None if index in finished else row
+            yield from (row for index, row in taken if index in finished)
+            if not finished:
+                break
         idle = [index for index, row in enumerate(self.rows) if row is None]
         if idle:
             self.positions[torch.tensor(idle, device=self.device)] = 0
 
     def _prefill(self, taken: list[tuple[int, Row]]) -> None:
+        for _, row in taken:
+            if not 0 < len(row.prompt_ids) < row.max_length <= self.capacity:
+                raise InputError(
+                    f"a prompt of {len(row.prompt_ids)} tokens leaves no room for an answer within "
+                    f"{min(row.max_length, self.capacity)}"
+                )
         lengths = torch.tensor([len(row.prompt_ids) for _, row in taken], device=self.device)
-        width = -(-int(lengths.max()) // 16) * 16
+        width = min(self.capacity, -(-int(lengths.max()) // PREFILL_STEP) * PREFILL_STEP)
         padded = torch.tensor([row.prompt_ids + [0] * (width - len(row.prompt_ids)) for _, row in taken])
         rows = torch.tensor([index for index, _ in taken], device=self.device)
         positions = torch.arange(width, device=self.device).repeat(len(taken))
         attend = PrefillAttention(self.cache, rows, width)
         hidden, _ = self.decoder(padded.flatten().to(self.device), positions, attend)
         last = hidden.view(len(taken), width, -1)[torch.arange(len(taken), device=self.device), lengths - 1]
-        self._start_rows(taken, rows, lengths, self.decoder.logits(last).float())
-
-    def _start_rows(self, taken: list[tuple[int, Row]], rows: Tensor, lengths: Tensor, logits: Tensor) -> None:
-        temperatures = torch.tensor([row.temperature for _, row in taken], device=self.device)
-        noise = torch.empty_like(logits).exponential_(generator=self.generator).log_()
-        first = (logits - temperatures[:, None] * noise).argmax(dim=-1)
-        self.tokens[rows], self.positions[rows], self.temperatures[rows] = first, lengths, temperatures
-        for (index, row), token_id in zip(taken, first.tolist(), strict=True):
+        self.temperatures[rows] = torch.tensor([row.temperature for _, row in taken], device=self.device)
+        first = self._sample(self.decoder.logits(last).float(), self.temperatures[rows])
+        self.tokens[rows], self.positions[rows] = first, lengths
+        for (_, row), token_id in zip(taken, first.tolist(), strict=True):
             row.answer_ids.append(token_id)
-            self.rows[index] = row

@@ -41,10 +41,7 @@ class Group:
 
 def own_device(name: str) -> torch.device:
     """`cuda` is this process's own GPU: torchrun says which in LOCAL_RANK."""
-    device = torch.device(name)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return device
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else torch.device(name)
 
 
 @contextmanager

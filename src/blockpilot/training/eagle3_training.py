@@ -81,7 +81,7 @@ def evaluate_eagle3(
         for row in range(len(indices)):
             start, end = int(prompt_lengths[row]) - 1, int(lengths[row]) - 1
             emitted.append(1 + hits[row, start:end].float().cumprod(-1).sum(-1).long().cpu())
-            whole = slice(start, max(start, end - block_size))
+            whole = slice(start, max(start, end - block_size + 1))  # chains that end inside the text
             scores.append(torch.stack((hits[row, whole], recalls[row, whole]), -1).float())
     return tau_report(emitted, responses, width=width, per_depth=mean_scores(scores, block_size - 1))
 

@@ -5,7 +5,6 @@ anchor, count how many drafted tokens the answer confirms, then walk from anchor
 `tau` as decoding measures it, up to rounding.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockpilot.models.decoder import Decoder
-from blockpilot.models.dflash import DFlash
+from blockpilot.models.dflash import CandidateSelector, DFlash
 from blockpilot.text.loops import find_loop
 from blockpilot.training.blocks import Blocks, make_blocks
 from blockpilot.training.dflash_objective import draft_hidden, read_taps
@@ -42,28 +41,32 @@ def evaluate_dflash(
     batch_size: int = 16,
     anchors_per_pass: int = 64,
 ) -> TauReport:
+    """Tau of blocks of `block_size` from every anchor of finished greedy answers."""
     device = decoder.embed_tokens.weight.device
-    head = head_rows(model, decoder)
-    hits_at: dict[int, list[Tensor]] = {}
-    recalls: list[Tensor] = []
+    emitted: list[Tensor] = []
+    scores: list[Tensor] = []
     for first in range(0, len(responses), batch_size):
         indices = torch.arange(first, min(first + batch_size, len(responses)))
         ids, lengths, prompt_lengths = (x.to(device) for x in responses.batch(indices, width))
         _, taps = read_taps(decoder, ids, model.config.tap_layers)
-        longest = int((lengths - prompt_lengths).max())
-        for start in range(0, longest, anchors_per_pass):
-            offsets = torch.arange(start, start + anchors_per_pass, device=device)
-            anchors = (prompt_lengths[:, None] + offsets).clamp(max=width - 1)
+        lengths_at = [[torch.empty(0, dtype=torch.int64)] for _ in indices]
+        for start in range(0, int((lengths - prompt_lengths).max()), anchors_per_pass):
+            anchors = prompt_lengths[:, None] + torch.arange(start, start + anchors_per_pass, device=device)
+            is_anchor = anchors < lengths[:, None]
             sizes = torch.full_like(anchors, block_size)
-            blocks = make_blocks(ids, lengths, anchors=anchors, sizes=sizes, full_size=block_size)
-            hits, recall = _score(model, decoder.embed_tokens, head, taps, ids, blocks)
-            is_anchor = (prompt_lengths[:, None] + offsets) < lengths[:, None]
-            recalls.append(torch.stack((hits, recall), -1)[is_anchor & blocks.is_valid.all(-1)].float())
-            for row, index in enumerate(indices.tolist()):
-                hits_at.setdefault(index, []).append(hits[row][is_anchor[row]].cumprod(-1).sum(-1).cpu())
-    emitted = [1 + torch.cat(hits_at[index]) for index in range(len(responses))]
-    per_depth = torch.cat(recalls).mean(0) if recalls else torch.zeros(block_size - 1, 2)
-    return tau_report(emitted, responses, width=width, per_depth=per_depth)
+            blocks = make_blocks(ids, lengths, anchors=anchors.clamp(max=width - 1), sizes=sizes, full_size=block_size)
+            hits, recall = _score(model, decoder, taps, ids, blocks)
+            scores.append(torch.stack((hits, recall), -1)[is_anchor & blocks.is_valid.all(-1)].float())
+            for row, found in enumerate(lengths_at):
+                found.append(1 + hits[row][is_anchor[row]].cumprod(-1).sum(-1).cpu())
+        emitted += [torch.cat(found) for found in lengths_at]
+    return tau_report(emitted, responses, width=width, per_depth=mean_scores(scores, block_size - 1))
+
+
+def mean_scores(scores: list[Tensor], num_depths: int) -> Tensor:
+    """Mean [depths, 2] of accuracy and recall over all whole blocks; zeros where no text holds one."""
+    everything = torch.cat([torch.zeros(0, num_depths, 2), *(score.cpu() for score in scores)])
+    return everything.sum(0) / max(1, len(everything))
 
 
 def tau_report(emitted: list[Tensor], responses: ResponseSet, *, width: int, per_depth: Tensor) -> TauReport:
@@ -74,41 +77,35 @@ def tau_report(emitted: list[Tensor], responses: ResponseSet, *, width: int, per
 
 
 def head_rows(model: DFlash, decoder: Decoder) -> Tensor:
+    """The rows of the target's head that the drafter looks at."""
     weight = decoder.lm_head.weight
     return weight if model.draft_token_ids is None else weight[model.draft_token_ids.to(weight.device)]
 
 
-def _score(
-    model: DFlash, embed: Callable[[Tensor], Tensor], head: Tensor, taps: Tensor, ids: Tensor, blocks: Blocks
-) -> tuple[Tensor, Tensor]:
+def _score(model: DFlash, decoder: Decoder, taps: Tensor, ids: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Per anchor and depth: the drafted chain's token is right [B, A, D]; the right token is among the best 8."""
-    hidden = draft_hidden(model, taps, blocks, ids=ids, embed=embed)[:, :, 1:].to(head.dtype)
+    head = head_rows(model, decoder)
+    hidden = draft_hidden(model, taps, blocks, ids=ids, embed=decoder.embed_tokens)[:, :, 1:].to(head.dtype)
     logits = F.linear(hidden, head).float()
     width = model.config.selector_top_k if model.candidate_selector is not None else RECALL_AT
     best = logits.topk(min(width, logits.shape[-1]), dim=-1)
     rows = model.draft_token_ids
     tokens = best.indices if rows is None else rows.to(ids.device)[best.indices]  # [B, A, D, K]
     recall = (tokens[..., :RECALL_AT] == blocks.labels[..., None]).any(-1)
-    chosen = (
-        tokens[..., 0]
-        if model.candidate_selector is None
-        else _walk_selector(model, best.values, tokens, hidden, ids, blocks)
-    )
+    chosen = tokens[..., 0]
+    if model.candidate_selector is not None:
+        chosen = _walk_selector(model.candidate_selector, best.values, tokens, hidden, ids.gather(1, blocks.anchors))
     return (chosen == blocks.labels) & blocks.is_valid, recall
 
 
 def _walk_selector(
-    model: DFlash, values: Tensor, tokens: Tensor, hidden: Tensor, ids: Tensor, blocks: Blocks
+    selector: CandidateSelector, values: Tensor, tokens: Tensor, hidden: Tensor, anchor_ids: Tensor
 ) -> Tensor:
-    """The chain DFlash 2 drafts: at every depth the best child of the one chosen before."""
-    selector = model.candidate_selector
-    assert selector is not None
-    parent = ids.gather(1, blocks.anchors)
-    chosen = []
+    """The chain DFlash 2 drafts [B, A, D]: at every depth the best child of the one chosen before."""
+    parent, chosen = anchor_ids, []
+    hidden = hidden.to(selector.successor_codebook.dtype)
     for depth in range(tokens.shape[2]):
-        pair = selector(
-            parent[..., None], hidden[:, :, depth].to(selector.successor_codebook.dtype), tokens[:, :, depth]
-        )
+        pair = selector(parent[..., None], hidden[:, :, depth], tokens[:, :, depth])
         pick = (values[:, :, depth] + pair[..., 0, :].float()).argmax(-1, keepdim=True)
         parent = tokens[:, :, depth].gather(-1, pick)[..., 0]
         chosen.append(parent)
@@ -132,7 +129,7 @@ def _summarise(walks: list[tuple[list[int], list[int]]], per_depth: Tensor) -> T
     return TauReport(
         tau_mean=sum(sum(steps) / len(steps) for steps, _ in walks) / max(1, len(walks)),
         tau_pooled=sum(everything) / max(1, len(everything)),
-        tau_loop_free=sum(sum(free) / len(free) for _, free in walks if free) / max(1, len(walks)),
+        tau_loop_free=sum(sum(free) / len(free) for _, free in walks) / max(1, len(walks)),
         accuracy=[round(x, 4) for x in per_depth[:, 0].tolist()],
         recall=[round(x, 4) for x in per_depth[:, 1].tolist()],
     )

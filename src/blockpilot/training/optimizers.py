@@ -20,9 +20,7 @@ def make_optimizers(
     ]
     if matrices:
         optimizers.append(
-            torch.optim.Muon(
-                matrices, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
+            torch.optim.Muon(matrices, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         )
     return optimizers
 

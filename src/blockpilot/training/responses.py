@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import atomic_path, ensure_folder, write_text
+from blockpilot.core.files import atomic_path, write_text
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+KEYS = ("token_ids", "lengths", "prompt_lengths")
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,10 @@ class Response:
 
 
 class ResponseFolder:
+    """The folder on disk; nothing is created before something is written."""
+
     def __init__(self, folder: Path) -> None:
-        self.folder = ensure_folder(folder)
+        self.folder = folder
 
     @property
     def shards(self) -> list[Path]:
@@ -40,18 +43,20 @@ class ResponseFolder:
         if not path.is_file():
             return None
         try:
-            manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            manifest = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise InputError(f"{path} is not readable JSON: {error}; move the folder away and start anew") from error
-        if manifest.get("schema_version") != SCHEMA_VERSION:
-            raise InputError(
-                f"{path}: schema version {manifest.get('schema_version')}, this program reads {SCHEMA_VERSION}"
-            )
+        version = manifest.get("schema_version") if isinstance(manifest, dict) else None
+        if version != SCHEMA_VERSION:
+            raise InputError(f"{path}: schema version {version}, this program reads {SCHEMA_VERSION}")
         return manifest
 
     def write_manifest(self, content: dict[str, Any]) -> None:
         text = json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2) + "\n"
         write_text(self.folder / MANIFEST, text)
+
+    def shard_path(self, index: int) -> Path:
+        return self.folder / f"shard-{index:05d}.safetensors"
 
     def write_shard(self, index: int, responses: Sequence[Response]) -> None:
         from safetensors.torch import save_file
@@ -62,20 +67,34 @@ class ResponseFolder:
             "lengths": torch.tensor([len(response.token_ids) for response in responses], dtype=torch.int32),
             "prompt_lengths": torch.tensor([response.num_prompt_tokens for response in responses], dtype=torch.int32),
         }
-        with atomic_path(self.folder / f"shard-{index:05d}.safetensors") as path:
+        with atomic_path(self.shard_path(index)) as path:
             save_file(tensors, str(path))
 
     def read(self) -> "ResponseSet":
-        from safetensors.torch import load_file
-
+        """All texts of all shards."""
         if not self.shards:
             raise InputError(
                 f"{self.folder} holds no training text: run `blockpilot synthesize --out {self.folder}` first"
             )
-        parts = [{key: value.long() for key, value in load_file(str(path)).items()} for path in self.shards]
-        return ResponseSet(
-            *(torch.cat([part[key] for part in parts]) for key in ("token_ids", "lengths", "prompt_lengths"))
+        parts = [_read_shard(path) for path in self.shards]
+        return ResponseSet(*(torch.cat([part[key] for part in parts]) for key in KEYS))
+
+
+def _read_shard(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(str(path))
+        token_ids, lengths, prompt_lengths = (tensors[key] for key in KEYS)
+        is_sound = int(lengths.sum()) == len(token_ids) and bool((prompt_lengths <= lengths).all())
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise InputError(f"{path} is damaged: delete it and run `blockpilot synthesize` again") from error
+    if not is_sound:
+        raise InputError(
+            f"{path} is damaged: its lengths do not add up; delete it and run `blockpilot synthesize` again"
         )
+    return {"token_ids": token_ids.int(), "lengths": lengths.long(), "prompt_lengths": prompt_lengths.long()}
 
 
 class ResponseSet:
@@ -88,9 +107,9 @@ class ResponseSet:
     @classmethod
     def from_responses(cls, responses: Iterable[Response]) -> "ResponseSet":
         rows = list(responses)
-        flat = torch.tensor([token_id for row in rows for token_id in row.token_ids])
-        lengths = torch.tensor([len(row.token_ids) for row in rows])
-        return cls(flat, lengths, torch.tensor([row.num_prompt_tokens for row in rows]))
+        flat = torch.tensor([token_id for row in rows for token_id in row.token_ids], dtype=torch.int32)
+        lengths = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.int64)
+        return cls(flat, lengths, torch.tensor([row.num_prompt_tokens for row in rows], dtype=torch.int64))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -99,14 +118,18 @@ class ResponseSet:
     def num_answer_tokens(self) -> int:
         return int((self.lengths - self.prompt_lengths).sum())
 
-    def subset(self, indices: Tensor) -> "ResponseSet":
-        rows = [
-            Response(
-                self.token_ids[self.starts[i] : self.starts[i] + self.lengths[i]].tolist(), int(self.prompt_lengths[i])
-            )
-            for i in indices.tolist()
-        ]
-        return ResponseSet.from_responses(rows)
+    def slice(self, first: int, end: int) -> "ResponseSet":
+        """Texts `first` to `end`, without copying them."""
+        rows = slice(first, end)
+        start = int(self.lengths[:first].sum())
+        place = slice(start, start + int(self.lengths[rows].sum()))
+        return ResponseSet(self.token_ids[place], self.lengths[rows], self.prompt_lengths[rows])
+
+    def count_answer_tokens(self, vocab_size: int) -> Tensor:
+        """How often answers use each token [V]."""
+        places = torch.arange(len(self.token_ids)) - self.starts.repeat_interleave(self.lengths)
+        is_answer = places >= self.prompt_lengths.repeat_interleave(self.lengths)
+        return torch.bincount(self.token_ids[is_answer], minlength=vocab_size)
 
     def answer_ids(self, index: int, width: int) -> list[int]:
         """The answer of one text, cut where the text passes `width`."""
@@ -119,5 +142,5 @@ class ResponseSet:
         offsets = torch.arange(width)
         lengths = self.lengths[indices].clamp(max=width)
         places = (self.starts[indices][:, None] + offsets).clamp(max=len(self.token_ids) - 1)
-        ids = self.token_ids[places].masked_fill(offsets >= lengths[:, None], 0)
+        ids = self.token_ids[places].long().masked_fill(offsets >= lengths[:, None], 0)
         return ids, lengths, self.prompt_lengths[indices].clamp(max=width)

@@ -16,7 +16,7 @@ from blockpilot.core.errors import BlockPilotError
 logger = logging.getLogger(__name__)
 
 
-class TrainingStopped(BlockPilotError):
+class TrainingStoppedError(BlockPilotError):
     """Somebody asked for the stop; nothing is wrong."""
 
     def __init__(self, message: str, signal_number: int = signal.SIGINT) -> None:

@@ -6,14 +6,16 @@ greedy for most prompts, sampled for some, each cut where it starts to repeat it
 learns to loop.
 """
 
+import itertools
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from blockpilot.core.errors import InputError
+from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
 from blockpilot.models.loading import LoadedTarget
 from blockpilot.text.loops import find_loop
@@ -21,8 +23,10 @@ from blockpilot.text.prompts import read_prompts
 from blockpilot.text.tokenizer import Tokenizer
 from blockpilot.training.bulk_generation import BulkGenerator, Row
 from blockpilot.training.responses import Response, ResponseFolder
+from blockpilot.training.stopping import is_out_of_memory
 
 PROMPTS_FILE = "prompts.json"
+REPORT_EVERY = 512
 _PLACEHOLDER = "\u2063PROMPT\u2063"
 
 Report = Callable[[str, int, int], None]  # (what, done, total)
@@ -45,40 +49,54 @@ class SynthesisConfig:
 
 def synthesize(config: SynthesisConfig, target: LoadedTarget, out: Path, report: Report) -> ResponseFolder:
     """Run both phases into `out`, continuing whatever is there."""
+    if not target.tokenizer.has_chat_template:
+        raise InputError(f"{target.name} has no chat template, so nobody could ask the drafter's target a question")
     folder = ResponseFolder(out)
     _check_manifest(folder, config)
-    prompts = _load_or_write_prompts(config, target, out, report)
+    try:
+        _write_all(config, target, folder, report)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise BlockPilotError("out of memory: lower --rows and give the same command again to go on") from error
+    return folder
+
+
+def _write_all(config: SynthesisConfig, target: LoadedTarget, folder: ResponseFolder, report: Report) -> None:
+    prompts = _load_or_write_prompts(config, target, folder.folder / PROMPTS_FILE, report)
     temperatures = random.Random(config.seed).choices(config.temperatures, k=len(prompts))
     num_shards = -(-len(prompts) // config.shard_size)
     for index in range(num_shards):
-        if (out / f"shard-{index:05d}.safetensors").is_file():
+        if folder.shard_path(index).is_file():
             continue
-        rows = slice(index * config.shard_size, (index + 1) * config.shard_size)
-        responses = _answer(config, target, list(zip(prompts[rows], temperatures[rows], strict=True)), index, report)
-        folder.write_shard(index, responses)
+        share = slice(index * config.shard_size, (index + 1) * config.shard_size)
+        rows = [
+            Row(ids, temperature, config.max_length)
+            for ids, temperature in zip(prompts[share], temperatures[share], strict=True)
+        ]
+        folder.write_shard(index, _answer(config, target, rows, index, report))
     everything = folder.read()
     counts = {"num_texts": len(everything), "num_answer_tokens": everything.num_answer_tokens, "num_shards": num_shards}
     folder.write_manifest({"config": _config_dict(config), "is_complete": True, **counts})
-    return folder
 
 
 def chat_prefix(tokenizer: Tokenizer) -> list[int]:
     """Token ids of everything the chat template writes before the user's own words."""
-    if not tokenizer.has_chat_template:
-        raise InputError(
-            "the target has no chat template, so it cannot write prompts: give --prompts FILE and 0 written"
-        )
     text = tokenizer.apply_chat_template([{"role": "user", "content": _PLACEHOLDER}])
     before, found, _ = text.partition(_PLACEHOLDER)
     if not found or not before:
-        raise InputError("the target's chat template hides the user's words: give --prompts FILE and 0 written")
+        raise InputError(
+            "the target's chat template writes nothing before the user's words, so it cannot write prompts: "
+            "give --prompts FILE and --num-prompts 0"
+        )
     return tokenizer.encode(before)
 
 
-def _load_or_write_prompts(config: SynthesisConfig, target: LoadedTarget, out: Path, report: Report) -> list[list[int]]:
-    path = out / PROMPTS_FILE
+def _load_or_write_prompts(
+    config: SynthesisConfig, target: LoadedTarget, path: Path, report: Report
+) -> list[list[int]]:
     if path.is_file():
-        return [list(ids) for ids in json.loads(path.read_text(encoding="utf-8"))]
+        return _load_prompts(path)
     texts = [prompt.text for name in config.prompt_files for prompt in read_prompts(Path(name))]
     if config.num_written:
         texts += _write_prompts(config, target, report)
@@ -86,42 +104,58 @@ def _load_or_write_prompts(config: SynthesisConfig, target: LoadedTarget, out: P
     encoded = [target.tokenizer.encode_chat(text) for text in unique]
     kept = [ids for ids in encoded if len(ids) <= config.max_prompt_length]
     if not kept:
-        raise InputError(f"no prompt fits into max_prompt_length {config.max_prompt_length}")
+        raise InputError(
+            f"none of {len(unique)} prompts fits into {config.max_prompt_length} tokens: raise --max-length"
+        )
     random.Random(config.seed).shuffle(kept)
     write_text(path, json.dumps(kept, separators=(",", ":")))
     return kept
 
 
+def _load_prompts(path: Path) -> list[list[int]]:
+    try:
+        return [list(ids) for ids in json.loads(path.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{path} is not readable: {error}; delete it with the shards beside it") from error
+
+
 def _write_prompts(config: SynthesisConfig, target: LoadedTarget, report: Report) -> list[str]:
+    """The target as its own user: it goes on behind the chat prefix until it ends its turn."""
     prefix = chat_prefix(target.tokenizer)
     starts = [target.tokenizer.encode(start) for start in config.starts]
+    for text, ids in zip(config.starts, starts, strict=True):
+        if len(ids) >= config.max_prompt_length:
+            raise InputError(f"--start {text!r} alone has {len(ids)} tokens of {config.max_prompt_length}")
     limit = len(prefix) + config.max_prompt_length
     generator = _generator(config, target, capacity=limit + 1, seed=config.seed)
-    source = (Row(prefix + starts[i % len(starts)], 1.0, limit) for i in range(config.num_written))
-    texts = []
-    for done, row in enumerate(generator.run(source), start=1):
-        if row.answer_ids[-1] in generator.eos_token_ids and len(row.answer_ids) > 3:
-            texts.append(target.tokenizer.decode(row.prompt_ids[len(prefix) :] + row.answer_ids))
-        if done % 512 == 0 or done == config.num_written:
+    rows = [Row(prefix + starts[index % len(starts)], 1.0, limit) for index in range(config.num_written)]
+    for done, _ in enumerate(generator.run(iter(rows)), start=1):
+        if done % REPORT_EVERY == 0 or done == config.num_written:
             report("writing prompts", done, config.num_written)
-    return texts
+    is_whole = [row.answer_ids[-1] in generator.eos_token_ids and len(row.answer_ids) > 3 for row in rows]
+    return [
+        target.tokenizer.decode(row.prompt_ids[len(prefix) :] + row.answer_ids)
+        for row in itertools.compress(rows, is_whole)
+    ]
 
 
 def _answer(
-    config: SynthesisConfig, target: LoadedTarget, prompts: list[tuple[list[int], float]], shard: int, report: Report
+    config: SynthesisConfig, target: LoadedTarget, rows: list[Row], shard: int, report: Report
 ) -> list[Response]:
+    """Answers in the order of their prompts: rows finish short ones first, and held-out texts are the last ones."""
     generator = _generator(config, target, capacity=config.max_length + 1, seed=config.seed * 1000003 + shard + 1)
-    source: Iterator[Row] = (Row(ids, temperature, config.max_length) for ids, temperature in prompts)
-    responses, started, num_tokens = [], time.perf_counter(), 0
-    for done, row in enumerate(generator.run(source), start=1):
+    started, num_tokens = time.perf_counter(), 0
+    for done, row in enumerate(generator.run(iter(rows)), start=1):
         num_tokens += len(row.answer_ids)
-        answer = row.answer_ids[: find_loop(row.answer_ids)]
-        if len(answer) >= config.min_answer_length:
-            responses.append(Response(row.prompt_ids + answer, len(row.prompt_ids)))
-        if done % 512 == 0 or done == len(prompts):
+        if done % REPORT_EVERY == 0 or done == len(rows):
             rate = num_tokens / (time.perf_counter() - started)
-            report(f"answers of shard {shard} ({rate:,.0f} tokens/s)", done, len(prompts))
-    return responses
+            report(f"answers of shard {shard} ({rate:,.0f} tokens/s)", done, len(rows))
+    answers = [row.answer_ids[: find_loop(row.answer_ids)] for row in rows]
+    return [
+        Response(row.prompt_ids + answer, len(row.prompt_ids))
+        for row, answer in zip(rows, answers, strict=True)
+        if len(answer) >= config.min_answer_length
+    ]
 
 
 def _generator(config: SynthesisConfig, target: LoadedTarget, *, capacity: int, seed: int) -> BulkGenerator:
@@ -129,19 +163,20 @@ def _generator(config: SynthesisConfig, target: LoadedTarget, *, capacity: int, 
     return BulkGenerator(target.decoder, num_rows=config.num_rows, capacity=capacity, eos_token_ids=eos, seed=seed)
 
 
-def _config_dict(config: SynthesisConfig) -> dict[str, object]:
-    return json.loads(json.dumps(asdict(config)))  # type: ignore[no-any-return]
+def _config_dict(config: SynthesisConfig) -> dict[str, Any]:
+    return json.loads(json.dumps(asdict(config)))
 
 
 def _check_manifest(folder: ResponseFolder, config: SynthesisConfig) -> None:
-    """Continue only a run of the same configuration."""
+    """Continue only a run of the same configuration; `num_rows` may change, because memory may not allow it."""
     manifest = folder.read_manifest()
     if manifest is None:
         folder.write_manifest({"config": _config_dict(config), "is_complete": False})
         return
+    found = manifest.get("config") or {}
     for key, value in _config_dict(config).items():
-        if manifest["config"].get(key) != value:
+        if found.get(key) != value and key != "num_rows":
             raise InputError(
-                f"{folder.folder} belongs to another run: {key} is {manifest['config'].get(key)!r} there "
-                f"and {value!r} here; choose another --out"
+                f"{folder.folder} belongs to another run: {key} is {found.get(key)!r} there and {value!r} here; "
+                "choose another --out"
             )

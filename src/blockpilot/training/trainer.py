@@ -23,7 +23,7 @@ from blockpilot.training.distributed import Group
 from blockpilot.training.loss_terms import LossTerms
 from blockpilot.training.optimizers import learning_rate_scale, make_optimizers, set_learning_rate
 from blockpilot.training.responses import ResponseSet
-from blockpilot.training.stopping import StopSignals, TrainingStopped, is_out_of_memory
+from blockpilot.training.stopping import StopSignals, TrainingStoppedError, is_out_of_memory
 
 ASK_GROUP_EVERY = 8  # steps between two questions to all processes whether to stop
 
@@ -98,7 +98,7 @@ class Trainer:
             try:
                 self._run(report, signals)
             except KeyboardInterrupt:
-                raise TrainingStopped(self._save_and_tell("interrupted")) from None
+                raise TrainingStoppedError(self._save_and_tell("interrupted")) from None
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -121,7 +121,7 @@ class Trainer:
             if self._is_evaluation_due():
                 self._evaluate(report)
             if is_stopping:
-                raise TrainingStopped(self._save_and_tell("stopped"), signals.received or 15)
+                raise TrainingStoppedError(self._save_and_tell("stopped"), signals.received or 15)
 
     def _train_step(self) -> dict[str, Tensor]:
         rate = self.config.learning_rate * learning_rate_scale(

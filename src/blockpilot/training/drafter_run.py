@@ -1,0 +1,79 @@
+"""Everything a user may choose about one training run."""
+
+from dataclasses import dataclass
+
+from blockpilot.core.config import MAX_BLOCK_SIZE
+from blockpilot.core.errors import InputError
+from blockpilot.training.trainer import LoopConfig
+
+KINDS = ("dflash", "dflash2", "eagle3")
+_AT_LEAST_ONE = (
+    "layers", "selector_rank", "unrolled", "steps", "batch_size", "width", "blocks", "checkpoint_every"
+)  # fmt: skip
+_NOT_NEGATIVE = ("head_size", "evaluate_every", "limit_texts", "seed")
+_ABOVE_ZERO = ("learning_rate", "gamma")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterRun:
+    kind: str = "dflash"
+    layers: int = 3
+    taps: tuple[int, ...] | int = 5  # how many target layers to read, or which
+    block_size: int = 16
+    intermediate_size: int | None = None  # None: the target's
+    selector_rank: int = 32
+    head_size: int = 0  # rows of the head; 0: all, eagle3: 4096
+    unrolled: int = 7  # eagle3: steps of training-time test
+    steps: int = 2000
+    batch_size: int = 64
+    width: int = 448
+    blocks: int = 32
+    min_block_size: int = 16
+    learning_rate: float = 1.5e-3
+    optimizer: str = "adamw"
+    position_weights: str = "exponential"
+    gamma: float = 7.0
+    labels: str = "data"
+    seed: int = 0
+    evaluate_every: int = 0
+    checkpoint_every: int = 500
+    limit_texts: int = 0
+    start_from: str | None = None  # a drafter of the same shape whose weights training starts with
+    is_compiled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InputError(f"unknown kind {self.kind!r}: use {', '.join(KINDS)}")
+        self._check_least(_AT_LEAST_ONE, 1)
+        self._check_least(_NOT_NEGATIVE, 0)
+        for name in _ABOVE_ZERO:
+            if not getattr(self, name) > 0:
+                raise InputError(f"{_flag(name)} must be above 0, got {getattr(self, name)}")
+        if not 2 <= self.block_size <= MAX_BLOCK_SIZE:
+            raise InputError(f"--block-size must lie between 2 and {MAX_BLOCK_SIZE}, got {self.block_size}")
+        if not 2 <= self.min_block_size <= self.block_size:
+            raise InputError(f"--min-block-size must lie between 2 and {self.block_size}, got {self.min_block_size}")
+        if self.kind == "eagle3" and self.start_from:
+            raise InputError("--start-from takes DFlash drafters only: leave it out for --kind eagle3")
+
+    def _check_least(self, names: tuple[str, ...], least: int) -> None:
+        for name in names:
+            if getattr(self, name) < least:
+                raise InputError(f"{_flag(name)} must be at least {least}, got {getattr(self, name)}")
+
+    @property
+    def loop(self) -> LoopConfig:
+        return LoopConfig(
+            num_steps=self.steps,
+            batch_size=self.batch_size,
+            width=self.width,
+            learning_rate=self.learning_rate,
+            optimizer=self.optimizer,
+            seed=self.seed,
+            evaluate_every=self.evaluate_every,
+            checkpoint_every=self.checkpoint_every,
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

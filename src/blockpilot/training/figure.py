@@ -1,0 +1,71 @@
+"""The curve of a run: loss, held-out tau, and how right the drafter is at each position. Needs matplotlib."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blockpilot.core.files import atomic_path
+from blockpilot.training.checkpoints import read_log
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NAME = "curve"
+FORMATS = ("svg", "png")
+TAUS = {"tau_mean": "per answer", "tau_loop_free": "loop-free"}
+
+logger = logging.getLogger(__name__)
+
+
+def draw_curve(out: Path) -> list[Path]:
+    """Write `curve.svg` and `curve.png` from the log in `out`; nothing where matplotlib is not installed."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        logger.info("no curve drawn: matplotlib is not installed (pip install 'blockpilot[figures]')")
+        return []
+    rows = list(read_log(out))
+    steps = [row for row in rows if "loss" in row]
+    evaluations = [row for row in rows if row.get("evaluation")]
+    with rc_context({"svg.hashsalt": NAME, "font.size": 9}):  # the same log gives the same file
+        figure = Figure(figsize=(10.5, 3.2), layout="constrained")
+        loss, tau, position = figure.subplots(1, 3)
+        _draw_loss(loss, steps)
+        _draw_tau(tau, evaluations)
+        _draw_positions(position, evaluations)
+        return [_write(figure, out / f"{NAME}.{kind}", kind) for kind in FORMATS]
+
+
+def _write(figure: Any, path: Path, kind: str) -> Path:
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return path
+
+
+def _draw_loss(axes: "Axes", rows: Sequence[dict[str, Any]]) -> None:
+    axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], marker="o" if len(rows) < 3 else None)
+    axes.set(title="loss", xlabel="step")
+
+
+def _draw_tau(axes: "Axes", rows: Sequence[dict[str, Any]]) -> None:
+    for key, label in TAUS.items():
+        axes.plot([row["step"] for row in rows], [row["evaluation"][key] for row in rows], marker="o", label=label)
+    axes.set(title="held-out tau", xlabel="step")
+    axes.legend()
+
+
+def _draw_positions(axes: "Axes", rows: Sequence[dict[str, Any]]) -> None:
+    """First choice at every evaluation, the last one dark; and where the right token is among the best 8 at the end."""
+    for index, row in enumerate(rows):
+        accuracy = row["evaluation"]["accuracy"]
+        is_last = index == len(rows) - 1
+        depths = range(1, len(accuracy) + 1)
+        label = "first choice" if is_last else None
+        axes.plot(depths, accuracy, color="C0", alpha=1.0 if is_last else 0.25, label=label)
+        if is_last:
+            axes.plot(depths, row["evaluation"]["recall"], color="C1", label="among the best 8")
+    axes.set(title="held-out accuracy", xlabel="position in the block", ylim=(0, 1))
+    if rows:
+        axes.legend()

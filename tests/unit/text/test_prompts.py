@@ -1,0 +1,60 @@
+"""Prompt files: what is read, and which line is to blame."""
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+
+from blockpilot.core.errors import InputError
+from blockpilot.text.prompts import Prompt, read_prompts
+
+
+def test_text_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbffirst\r\n\n  second \n")
+    assert read_prompts(path) == [Prompt("a.txt:1", "first"), Prompt("a.txt:3", "second")]
+
+
+@pytest.mark.parametrize(("suffix", "open_file"), [("", open), (".gz", gzip.open), (".xz", lzma.open)])
+def test_json_lines_plain_and_compressed(tmp_path: Path, suffix: str, open_file) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    records = [{"id": 7, "turns": ["one", "two"]}, {"prompt": "three"}, {"turns": [" "], "question": "fünf"}]
+    with open_file(path, "wb") as file:
+        file.write("\n".join(map(json.dumps, records)).encode())
+    prompts = read_prompts(path)
+    assert [prompt.text for prompt in prompts] == ["one", "three", "fünf"]
+    assert [prompt.id for prompt in prompts] == ["7", f"{path.name}:2", f"{path.name}:3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("a.txt", b"", "a.txt is empty"),
+        ("a.txt", b"\n \n", "a.txt is empty"),
+        ("a.txt", b"good\nb\xffd\n", "a.txt, line 2: not UTF-8 text"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl, line 2: not valid JSON"),
+        ("a.jsonl", b'\n{"answer": "x"}\n', "a.jsonl, line 2: no prompt found; expected a text under turns, prompt"),
+        ("a.jsonl", b'["x"]', "a.jsonl, line 1: no prompt found"),
+        ("a.jsonl.gz", b"not gzip", "a.jsonl.gz cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}')[:-12] + b"\0" * 12, "a.jsonl.gz cannot be read"),
+        ("a.txt.xz", b"not xz", "a.txt.xz cannot be read"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, line: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=line):
+        read_prompts(tmp_path / name)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nowhere.txt does not exist"):
+        read_prompts(tmp_path / "nowhere.txt")
+    with pytest.raises(InputError, match="cannot be read: Is a directory"):
+        read_prompts(tmp_path)
+
+
+def test_a_quarter_is_calibration() -> None:
+    share = sum(Prompt(str(index), "x").is_calibration for index in range(1000)) / 1000
+    assert 0.2 < share < 0.3

@@ -1,0 +1,76 @@
+"""Training text on disk and as batches."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blockpilot.core.errors import InputError
+from blockpilot.training.responses import MANIFEST, Response, ResponseFolder, ResponseSet
+
+TEXTS = [Response([5, 6, 7, 8], 2), Response([9], 1), Response([1, 2, 3, 4, 5, 6], 3)]
+
+
+def test_round_trip_through_shards(tmp_path: Path) -> None:
+    folder = ResponseFolder(tmp_path)
+    folder.write_shard(0, TEXTS[:2])
+    folder.write_shard(1, TEXTS[2:])
+    folder.write_shard(2, [])
+    texts = folder.read()
+    ids, lengths, prompt_lengths = texts.batch(torch.arange(3), 8)
+    rows = [Response(row[:n].tolist(), int(p)) for row, n, p in zip(ids, lengths, prompt_lengths, strict=True)]
+    assert rows == TEXTS
+    assert (len(texts), texts.num_answer_tokens) == (3, 5)
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(65535, torch.uint16), (65536, torch.int32)])
+def test_ids_take_as_few_bytes_as_they_need(tmp_path: Path, largest: int, dtype: torch.dtype) -> None:
+    folder = ResponseFolder(tmp_path)
+    folder.write_shard(0, [Response([1, largest], 1)])
+    assert load_file(folder.shard_path(0))["token_ids"].dtype == dtype
+    assert folder.read().token_ids.tolist() == [1, largest]
+
+
+def test_batches_are_padded_and_cut() -> None:
+    ids, lengths, prompt_lengths = ResponseSet.from_responses(TEXTS).batch(torch.tensor([2, 0, 1]), 5)
+    assert ids.tolist() == [[1, 2, 3, 4, 5], [5, 6, 7, 8, 0], [9, 0, 0, 0, 0]]
+    assert (lengths.tolist(), prompt_lengths.tolist()) == ([5, 4, 1], [3, 2, 1])
+
+
+def test_slices_answers_and_counts() -> None:
+    texts = ResponseSet.from_responses(TEXTS)
+    assert texts.slice(1, 3).batch(torch.arange(2), 6)[0].tolist() == [[9, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
+    assert texts.answer_ids(2, 5) == [4, 5]
+    assert texts.count_answer_tokens(10).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1, 0]
+
+
+def test_missing_data_is_named_and_nothing_is_created(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nowhere holds no training text: run `blockpilot synthesize"):
+        ResponseFolder(tmp_path / "nowhere").read()
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"schema_version": 99}'])
+def test_a_damaged_manifest_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / MANIFEST).write_text(content)
+    with pytest.raises(InputError, match=MANIFEST):
+        ResponseFolder(tmp_path).read_manifest()
+
+
+def test_a_manifest_carries_its_version(tmp_path: Path) -> None:
+    folder = ResponseFolder(tmp_path)
+    assert folder.read_manifest() is None
+    folder.write_manifest({"config": {"seed": 1}})
+    assert json.loads((tmp_path / MANIFEST).read_text())["schema_version"] == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a tensor file", None])
+def test_a_damaged_shard_is_named(tmp_path: Path, damage: bytes | None) -> None:
+    folder = ResponseFolder(tmp_path)
+    folder.write_shard(0, TEXTS)
+    path = folder.shard_path(0)
+    path.write_bytes(path.read_bytes()[:-4] if damage is None else damage)
+    with pytest.raises(InputError, match=r"shard-00000.safetensors is damaged: delete it"):
+        folder.read()

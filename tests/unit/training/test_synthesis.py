@@ -1,0 +1,147 @@
+"""The target writes its own training text: resumable, cut at loops, never two runs in one folder."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from blockpilot.core.errors import BlockPilotError, InputError
+from blockpilot.text.loops import find_loop
+from blockpilot.training import synthesis
+from blockpilot.training.responses import MANIFEST
+from blockpilot.training.synthesis import PROMPTS_FILE, SynthesisConfig, chat_prefix, synthesize
+from tests.unit.training.pieces import chat_target, chat_tokenizer, ignore
+
+CONFIG = SynthesisConfig(
+    target="tiny",
+    num_written=48,
+    max_length=64,
+    max_prompt_length=32,
+    num_rows=8,
+    shard_size=6,
+    temperatures=(0.0, 1.0),
+)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("finished")
+    synthesize(CONFIG, chat_target(), out, ignore)
+    return out
+
+
+def answers(folder: Path) -> list[tuple[list[int], list[int]]]:
+    texts = synthesis.ResponseFolder(folder).read()
+    rows = [texts.slice(index, index + 1) for index in range(len(texts))]
+    return [(row.token_ids[: int(row.prompt_lengths[0])].tolist(), row.answer_ids(0, 1000)) for row in rows]
+
+
+def test_chat_prefix() -> None:
+    tokenizer = chat_tokenizer()
+    assert chat_prefix(tokenizer) == tokenizer.encode("Q ")
+    with pytest.raises(InputError, match=r"writes nothing before the user's words.*--num-prompts 0"):
+        chat_prefix(chat_tokenizer("{{ messages[0]['content'] }}"))
+
+
+def test_texts_are_chats_with_answers_free_of_loops(finished: Path) -> None:
+    tokenizer = chat_tokenizer()
+    opening, end = tokenizer.encode("Q "), tokenizer.encode("$A ")
+    texts = answers(finished)
+    assert len(texts) > 6
+    for prompt, answer in texts:
+        assert prompt[:2] == opening
+        assert prompt[-3:] == end
+        assert find_loop(answer) == len(answer) >= CONFIG.min_answer_length
+        assert len(prompt) + len(answer) <= CONFIG.max_length
+    manifest = synthesis.ResponseFolder(finished).read_manifest()
+    assert manifest["is_complete"] and manifest["num_texts"] == len(texts)
+    assert manifest["num_answer_tokens"] == sum(len(answer) for _, answer in texts)
+
+
+def test_texts_keep_the_order_of_their_prompts(finished: Path) -> None:
+    prompts = synthesis._load_prompts(finished / PROMPTS_FILE)
+    places = [prompts.index(prompt) for prompt, _ in answers(finished)]
+    assert places == sorted(places), "held-out texts are the last ones: they must not be the longest"
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, finished: Path) -> None:
+    class StopError(Exception):
+        pass
+
+    def stop_in_second_shard(what: str, done: int, total: int) -> None:
+        if "shard 1" in what:
+            raise StopError
+
+    with pytest.raises(StopError):
+        synthesize(CONFIG, chat_target(), tmp_path, stop_in_second_shard)
+    assert sorted(contents(tmp_path)) == [MANIFEST, PROMPTS_FILE, "shard-00000.safetensors"]
+    stamp = (tmp_path / "shard-00000.safetensors").stat().st_mtime_ns
+    synthesize(CONFIG, chat_target(), tmp_path, ignore)
+    assert contents(tmp_path) == contents(finished)
+    assert (tmp_path / "shard-00000.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_only_a_missing_shard_is_written_again(tmp_path: Path, finished: Path) -> None:
+    for name, data in contents(finished).items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "shard-00001.safetensors").unlink()
+    reports: list[str] = []
+    synthesize(CONFIG, chat_target(), tmp_path, lambda what, done, total: reports.append(what))
+    assert contents(tmp_path) == contents(finished)
+    assert len(reports) == 1 and "shard 1" in reports[0]
+    reports.clear()
+    synthesize(CONFIG, chat_target(), tmp_path, lambda what, done, total: reports.append(what))
+    assert contents(tmp_path) == contents(finished) and not reports
+
+
+def test_another_configuration_is_refused(finished: Path) -> None:
+    with pytest.raises(InputError, match="belongs to another run: max_length is 64 there and 48 here; choose another"):
+        synthesize(replace(CONFIG, max_length=48), chat_target(), finished, ignore)
+
+
+def test_rows_may_change_because_memory_may_not_allow_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(synthesis, "_answer", lambda *values: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(BlockPilotError, match="out of memory: lower --rows and give the same command again"):
+            synthesize(CONFIG, chat_target(), tmp_path, ignore)
+    assert len(synthesize(replace(CONFIG, num_rows=2), chat_target(), tmp_path, ignore).read()) > 0
+
+
+def test_prompt_files_are_deduplicated_and_starts_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.txt").write_text("what is a\n what is a \nwhat is b\n" + "long " * 20 + "\n")
+    config = replace(CONFIG, num_written=0, prompt_files=(str(tmp_path / "p.txt"),))
+    synthesize(config, chat_target(), tmp_path / "files", ignore)
+    tokenizer = chat_tokenizer()
+    prompts = synthesis._load_prompts(tmp_path / "files" / PROMPTS_FILE)
+    assert sorted(map(tokenizer.decode, prompts)) == ["Q what is aA ", "Q what is bA "]
+    written = synthesis._write_prompts(replace(CONFIG, starts=("Write", "")), chat_target(), ignore)
+    assert any(text.startswith("Write") for text in written)
+    assert not all(text.startswith("Write") for text in written)
+    with pytest.raises(InputError, match=r"--start 'a+' alone has 40 tokens of 32"):
+        synthesis._write_prompts(replace(CONFIG, starts=("a" * 40,)), chat_target(), ignore)
+
+
+def test_no_prompt_fits(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("long " * 20)
+    config = replace(CONFIG, num_written=0, prompt_files=(str(tmp_path / "p.txt"),))
+    with pytest.raises(InputError, match="none of 1 prompts fits into 32 tokens: raise --max-length"):
+        synthesize(config, chat_target(), tmp_path / "out", ignore)
+
+
+def test_no_chat_template_and_bad_prompt_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="tiny has no chat template"):
+        synthesize(CONFIG, chat_target(None), tmp_path / "out", ignore)
+    assert not (tmp_path / "out").exists()
+    config = replace(CONFIG, prompt_files=(str(tmp_path / "gone.jsonl"),))
+    with pytest.raises(InputError, match=r"gone.jsonl does not exist"):
+        synthesize(config, chat_target(), tmp_path / "out", ignore)
+
+
+def test_damaged_prompts_are_named(tmp_path: Path) -> None:
+    (tmp_path / PROMPTS_FILE).write_text("[1")
+    with pytest.raises(InputError, match=r"prompts.json is not readable"):
+        synthesize(CONFIG, chat_target(), tmp_path, ignore)

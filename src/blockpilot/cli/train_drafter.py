@@ -45,7 +45,11 @@ def _add_shape(group: argparse._ArgumentGroup) -> None:
         "--unrolled", type=int, default=7, metavar="N", help="eagle3: steps of training-time test (default: 7)"
     )
     group.add_argument(
-        "--head-size", type=int, default=0, metavar="N", help="look only at the N most used tokens (default: all; eagle3: 4096)"
+        "--head-size",
+        type=int,
+        default=0,
+        metavar="N",
+        help="look only at the N most used tokens (default: all; eagle3: 4096)",
     )
 
 

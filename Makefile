@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?= -c constraints.txt
-PYTEST_FLAGS ?=
+PYTEST_FLAGS ?= -n 2
 PROMPT ?= Explain in three sentences why the sky is blue.
 
 BIN := $(VENV)/bin

@@ -4,8 +4,8 @@
     python benchmarks/pair_speed.py --data DIR --split test --pilots ar,auto
 
 `--data` is a folder of prompt sets (`gsm8k_test.jsonl.gz`, `math500.jsonl.gz`, `humaneval.jsonl.gz`,
-`mt_bench.jsonl.gz`); without it three built-in prompts run. Choose on calibration prompts, report on test prompts. Speed
-is decode tokens over decode seconds, every draft included, prefill excluded. Every answer is compared with plain
+`mt_bench.jsonl.gz`); without it three built-in prompts run. Choose on calibration prompts, report on test prompts.
+Speed is decode tokens over decode seconds, every draft included, prefill excluded. Every answer is compared with plain
 decoding. Speedups carry a paired bootstrap interval over prompts.
 """
 

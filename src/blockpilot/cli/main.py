@@ -63,7 +63,9 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs")
     for name, (module, purpose) in VERBS.items():
-        verb = verbs.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.", allow_abbrev=False)
+        verb = verbs.add_parser(
+            name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.", allow_abbrev=False
+        )
         if name in words:
             importlib.import_module(module).add_arguments(verb)
             add_debug(verb)

@@ -45,6 +45,7 @@ class LLM:
         device, dtype = _resolve_device(self.config.device), getattr(torch, self.config.dtype)
         loaded = target if isinstance(target, LoadedTarget) else load_target(target, dtype, progress)
         self.target_name, self.tokenizer, decoder = loaded.name, loaded.tokenizer, loaded.decoder
+        self.device_type = device.type
         decoder.to(device=device, dtype=dtype).eval().requires_grad_(False)
         context_length = _resolve_context(self.config.context_length, decoder.config.context_length)
         backend = choose_backend(self.config.linear_backend, device, dtype)
@@ -138,7 +139,9 @@ class LLM:
         return self.tokenizer.encode(prompt) if is_raw else self.tokenizer.encode_chat(prompt)
 
     def _resolve_pilot(self, pilot: str | Pilot) -> Pilot:
-        return load_pilot(pilot, has_drafter=self.drafter is not None) if isinstance(pilot, str) else pilot
+        if not isinstance(pilot, str):
+            return pilot
+        return load_pilot(pilot, has_drafter=self.drafter is not None, device_type=self.device_type)
 
     def _open(self, prompt_ids: list[int], params: SamplingParams, pilot: str | Pilot) -> int:
         request_id = self.engine.add_request(prompt_ids, params, self._resolve_pilot(pilot))

@@ -52,7 +52,9 @@ def decode_blocks(data: NDArray[np.uint8], kind: str) -> BlockCodes | None:
     blocks = np.ascontiguousarray(data).reshape(data.shape[0], -1, sizes[kind])  # [rows, blocks, bytes]
     scales = blocks[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
     if kind == "Q8_0":
-        return BlockCodes(blocks[..., 2:].copy().view(np.int8).reshape(data.shape[0], -1), scales, np.zeros_like(scales))
+        return BlockCodes(
+            blocks[..., 2:].copy().view(np.int8).reshape(data.shape[0], -1), scales, np.zeros_like(scales)
+        )
     packed = blocks[..., 4 if kind == "Q4_1" else 2 :]  # low halves first, then high halves
     codes = np.concatenate((packed & 15, packed >> 4), axis=-1).astype(np.int8)
     if kind == "Q4_0":  # centred: 8 stands for zero

@@ -1,7 +1,7 @@
 """Matrix products straight from block-quantized codes, in float32 arithmetic. Compiled by Numba at first use.
 
-One token at a time, a CPU spends its time reading weights. A GGUF weight is d * q + m with q in one byte and d, m shared
-by 32 neighbours: multiplying from q reads a third of the bytes of float32 and computes the same sums,
+One token at a time, a CPU spends its time reading weights. A GGUF weight is d * q + m with q in one byte and d, m
+shared by 32 neighbours: multiplying from q reads a third of the bytes of float32 and computes the same sums,
 
     sum_k w[k] x[k]  =  sum over blocks of  d * sum q[k] x[k]  +  m * sum x[k].
 

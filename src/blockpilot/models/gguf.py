@@ -65,7 +65,7 @@ def _attach_codes(decoder: Decoder, tensors: "GgufTensors") -> None:
             parts = [tensors.codes(source.name) for source in table[f"{name}.weight"]]
             known = [part for part in parts if part is not None]
             if len(known) == len(parts):
-                module.block_codes = BlockCodes.join(known)
+                module.block_codes = BlockCodes.join(known)  # type: ignore[assignment]
 
 
 def _open(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub, fetched into its ordinary cache."""
+"""Folders by name: drafters that ship with the package, local folders, and models on the Hugging Face hub."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
 
 
 def resolve_folder(spec: str, what: str) -> Path:
-    """A drafter that ships with us by its name, a local folder as it is, a hub id as its downloaded folder; `what` names the thing in errors."""
+    """A shipped drafter by its name, a local folder as it is, a hub id as its downloaded folder."""
     if (shipped := shipped_folder(spec)) is not None:
         return shipped
     path = Path(spec).expanduser()
@@ -30,15 +30,15 @@ def fetch_from_hub(repository: str) -> Path:
     try:
         return Path(snapshot_download(repository, allow_patterns=HUB_FILES))
     except errors.GatedRepoError as error:
-        message = f"{repository} is gated: accept its terms on huggingface.co, then log in with `hf auth login`"
+        message = f"{repository} is gated: accept its terms on the Hugging Face hub, then log in with `hf auth login`"
         raise InputError(message) from error
     except errors.RepositoryNotFoundError as error:
-        message = f"{repository} is neither a local path nor a model on huggingface.co (or it is private)"
+        message = f"{repository} is neither a local path nor a model on the Hugging Face hub (or it is private)"
         raise InputError(message) from error
     except (errors.HFValidationError, errors.RevisionNotFoundError) as error:
         raise InputError(f"{repository} is not a usable hub id: {_one_line(error)}") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
-        message = f"cannot fetch {repository}: no local path of that name, and huggingface.co is out of reach"
+        message = f"cannot fetch {repository}: no local path of that name, and the Hugging Face hub is out of reach"
         raise BlockPilotError(f"{message} ({_one_line(error)}); check the network or give a local folder") from error
 
 

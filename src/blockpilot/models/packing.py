@@ -70,4 +70,5 @@ def quantize_linears(model: nn.Module) -> None:
     """Attach 8-bit codes to every linear layer that has none and fits: for drafters, whose output is checked anyway."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.in_features % BLOCK == 0 and not hasattr(module, "block_codes"):
-            module.block_codes = BlockCodes.quantize(module.weight.detach().numpy())
+            codes = BlockCodes.quantize(module.weight.detach().numpy())
+            module.block_codes = codes  # type: ignore[assignment]

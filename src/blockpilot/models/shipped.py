@@ -26,4 +26,11 @@ def list_shipped() -> list[dict[str, Any]]:
 def _describe(name: str, weights: Path) -> dict[str, Any]:
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     size = weights.stat().st_size
-    return {"name": name, "kind": "drafter", "path": str(weights.parent), "bytes": size, "sha256": digest, "cached": True}
+    return {
+        "name": name,
+        "kind": "drafter",
+        "path": str(weights.parent),
+        "bytes": size,
+        "sha256": digest,
+        "cached": True,
+    }

@@ -8,11 +8,15 @@ from blockpilot.pilots.fixed import FixedPilot, PlainPilot, TreePilot
 KNOWN = f"ar, fixed:B (B from 1 to {MAX_BLOCK_SIZE}), tree:N or tree:N@B (N nodes, N to {MAX_TREE_NODES}), auto"
 
 
-def load_pilot(spec: str, *, has_drafter: bool = True) -> Pilot:
-    """A pilot by name. `auto` decodes plainly without a drafter and drafts a fixed chain of 8 with one."""
+AUTO_PILOTS = {"cpu": TreePilot(3, draft_size=4)}  # the fastest on calibration prompts: benchmarks/pair_speed.py
+AUTO_ELSEWHERE = TreePilot(15)  # where a wide verify costs hardly more than a plain step
+
+
+def load_pilot(spec: str, *, has_drafter: bool = True, device_type: str = "cpu") -> Pilot:
+    """A pilot by name. `auto` is plain decoding without a drafter, and a small fixed tree for the device with one."""
     kind, _, argument = spec.partition(":")
     if spec == "auto":
-        return FixedPilot(8) if has_drafter else PlainPilot()
+        return AUTO_PILOTS.get(device_type, AUTO_ELSEWHERE) if has_drafter else PlainPilot()
     if spec == "ar":
         return PlainPilot()
     if kind == "fixed":

@@ -8,7 +8,9 @@ from blockpilot.pilots.fixed import FixedPilot, PlainPilot, TreePilot
 from blockpilot.pilots.registry import load_pilot
 
 
-@pytest.mark.parametrize("spec", ["ar", "fixed:2", f"fixed:{MAX_BLOCK_SIZE}", "tree:1", f"tree:{MAX_TREE_NODES}"])
+@pytest.mark.parametrize(
+    "spec", ["ar", "fixed:2", f"fixed:{MAX_BLOCK_SIZE}", "tree:1", "tree:3@4", f"tree:{MAX_TREE_NODES}"]
+)
 def test_a_pilot_is_called_what_it_was_asked_for(spec: str) -> None:
     assert load_pilot(spec).name == spec
 
@@ -25,6 +27,12 @@ def test_a_block_of_one_is_plain_decoding() -> None:
 def test_auto_drafts_only_with_a_drafter() -> None:
     assert load_pilot("auto", has_drafter=False).num_candidates == 0
     assert load_pilot("auto", has_drafter=True).num_candidates > 0
+
+
+@pytest.mark.parametrize("spec", ["tree:3@0", "tree:3@x", "tree:3@65", "tree:@4"])
+def test_bad_draft_sizes_are_refused(spec: str) -> None:
+    with pytest.raises(InputError, match="whole number"):
+        load_pilot(spec)
 
 
 @pytest.mark.parametrize("kind", ["fixed", "tree"])

@@ -40,7 +40,15 @@ def _default_model() -> None:
 
 @pytest.fixture(scope="module")
 def plain(_default_model: None) -> dict[str, Any]:
-    return generate(PROMPT)
+    return generate(PROMPT, "--pilot", "ar", "--drafter", "none")
+
+
+def test_the_default_pair_gives_the_plain_answer_in_fewer_steps(plain):
+    drafted = generate(PROMPT)
+    assert (drafted["text"], drafted["token_ids"]) == (plain["text"], plain["token_ids"])
+    assert (drafted["pilot"], drafted["drafter"]) == ("tree:3@4", "smollm2-135m-dflash2")
+    assert drafted["num_steps"] < plain["num_steps"]
+    assert drafted["num_tokens"] == 1 + sum(drafted["emitted"])
 
 
 def test_counts_add_up(plain):
@@ -51,7 +59,7 @@ def test_counts_add_up(plain):
 
 
 def test_two_runs_are_equal(plain):
-    again = generate("-", input=PROMPT + "\n")
+    again = generate("-", "--pilot", "ar", "--drafter", "none", input=PROMPT + "\n")
     assert (again["text"], again["token_ids"]) == (plain["text"], plain["token_ids"])
 
 

@@ -12,10 +12,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_action(actions, "list", "show every model known by name")
     fetch = _add_action(actions, "fetch", "download a model unless it is here already")
     verify = _add_action(actions, "verify", "compute a model's checksum again and compare")
-    export = _add_action(actions, "export", "write a target as a Hugging Face folder with tokenizer and chat template")
+    export = _add_action(
+        actions, "export", "write a target as a Hugging Face folder, or a shipped drafter in the public DFlash format"
+    )
     for action in (fetch, verify):
         action.add_argument("name", metavar="NAME", help="a name that `blockpilot models list` shows")
-    export.add_argument("name", metavar="NAME", help="preset, Hugging Face folder, GGUF file or hub id")
+    export.add_argument(
+        "name", metavar="NAME", help="preset, Hugging Face folder, GGUF file, hub id or shipped drafter"
+    )
     export.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write; new or empty")
 
 
@@ -61,6 +65,11 @@ def _list(*, is_json: bool) -> None:
 
 def _fetch(name: str, *, is_json: bool) -> None:
     from blockpilot.models.presets import fetch_preset
+    from blockpilot.models.shipped import shipped_folder
+
+    if (folder := shipped_folder(name)) is not None:
+        _print_row(name, f"{name} ships with the package: {folder}", is_json=is_json)
+        return
 
     with show_progress(f"fetching {name}") as progress:
         path = fetch_preset(name, progress)
@@ -69,6 +78,11 @@ def _fetch(name: str, *, is_json: bool) -> None:
 
 def _verify(name: str, *, is_json: bool) -> None:
     from blockpilot.models.presets import verify_preset
+    from blockpilot.models.shipped import shipped_folder, verify_shipped
+
+    if shipped_folder(name) is not None:
+        _print_row(name, f"{name} is unharmed at {verify_shipped(name)}", is_json=is_json)
+        return
 
     with show_progress(f"verifying {name}"):
         path = verify_preset(name)
@@ -77,19 +91,23 @@ def _verify(name: str, *, is_json: bool) -> None:
 
 def _print_row(name: str, message: str, *, is_json: bool) -> None:
     from blockpilot.models.presets import list_presets
+    from blockpilot.models.shipped import list_shipped
 
     if is_json:
-        print_json(next(row for row in list_presets() if row["name"] == name))
+        print_json(next(row for row in list_presets() + list_shipped() if row["name"] == name))
     else:
         print(message)
 
 
 def _export(name: str, out: Path, *, is_json: bool) -> None:
-    with show_progress(f"exporting {name}") as progress:
-        from blockpilot.models.export import export_target
+    from blockpilot.models.shipped import shipped_folder
 
-        folder = export_target(name, out, progress)
+    is_drafter = shipped_folder(name) is not None
+    with show_progress(f"exporting {name}") as progress:
+        from blockpilot.models.export import export_drafter, export_target
+
+        folder = export_drafter(name, out) if is_drafter else export_target(name, out, progress)
     if is_json:
-        print_json({"name": name, "kind": "target", "path": str(folder)})
+        print_json({"name": name, "kind": "drafter" if is_drafter else "target", "path": str(folder)})
     else:
         print(f"{name} is written to {folder}")

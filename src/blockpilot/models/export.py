@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import ensure_folder, write_text
+from blockpilot.models.dflash_format import load_dflash, save_dflash
 from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.models.weights import save_decoder_folder
 from blockpilot.models.wheel_download import Progress
@@ -26,13 +28,31 @@ def export_target(spec: str, out: Path, progress: Progress | None = None) -> Pat
     """Write any target that we can load as a folder of fp32 weights, configuration and tokenizer."""
     check_destination(out)
     target = load_target(spec, torch.float32, progress)
+    return _write_whole(out, lambda folder: _write_files(target, folder))
+
+
+def export_drafter(name: str, out: Path) -> Path:
+    """Write a shipped drafter in the public DFlash format that other engines load: without our reduced head."""
+    check_destination(out)
+    model = load_dflash(name, torch.bfloat16)
+    model.draft_token_ids = None
+
+    def write(folder: Path) -> None:
+        save_dflash(model, folder)
+        write_text(folder / MARKER, json.dumps({"source": name}, indent=2) + "\n")
+
+    return _write_whole(out, write)
+
+
+def _write_whole(out: Path, write: Callable[[Path], None]) -> Path:
+    """Fill a folder beside its place, then give it its name."""
     parent = ensure_folder(out.absolute().parent)
     try:
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=parent))
     except OSError as error:
         raise InputError(f"cannot write in folder {parent}: {error.strerror}; choose another place") from error
     try:
-        _write_files(target, temporary)
+        write(temporary)
         temporary.chmod(0o755)
         _take_place(temporary, out)
     except OSError as error:

@@ -1,16 +1,34 @@
 """Drafters that come with the package, one folder each under `assets/`, every one with its model card."""
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blockpilot.core.errors import BlockPilotError
+
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
-DRAFTERS = {"smollm2-135m-dflash2": "smollm2-135m"}  # drafter -> the preset it was trained for
+
+
+@dataclass(frozen=True)
+class Shipped:
+    target: str  # the preset it was trained for
+    num_bytes: int  # of model.safetensors
+    sha256: str
+
+
+DRAFTERS = {
+    "smollm2-135m-dflash2": Shipped(
+        target="smollm2-135m",
+        num_bytes=26_740_792,
+        sha256="1df502e3e3f8302d3a832534af4ad06774332060816c1406def4a5f2fc162eff",
+    )
+}
 
 
 def shipped_drafter(target: str) -> str | None:
     """The name of the drafter that ships for a preset target, if there is one."""
-    return next((name for name, made_for in DRAFTERS.items() if made_for == target), None)
+    return next((name for name, drafter in DRAFTERS.items() if drafter.target == target), None)
 
 
 def shipped_folder(name: str) -> Path | None:
@@ -18,19 +36,24 @@ def shipped_folder(name: str) -> Path | None:
     return ASSETS / name if name in DRAFTERS else None
 
 
+def verify_shipped(name: str) -> Path:
+    """The folder, after its weights' checksum was computed again."""
+    weights = ASSETS / name / "model.safetensors"
+    if not weights.is_file() or hashlib.sha256(weights.read_bytes()).hexdigest() != DRAFTERS[name].sha256:
+        raise BlockPilotError(f"{weights} is missing or damaged: install the package again")
+    return weights.parent
+
+
 def list_shipped() -> list[dict[str, Any]]:
     """One row per drafter, like `list_presets`."""
-    return [_describe(name, ASSETS / name / "model.safetensors") for name in DRAFTERS]
-
-
-def _describe(name: str, weights: Path) -> dict[str, Any]:
-    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
-    size = weights.stat().st_size
-    return {
-        "name": name,
-        "kind": "drafter",
-        "path": str(weights.parent),
-        "bytes": size,
-        "sha256": digest,
-        "cached": True,
-    }
+    return [
+        {
+            "name": name,
+            "kind": "drafter",
+            "path": str(ASSETS / name),
+            "bytes": drafter.num_bytes,
+            "sha256": drafter.sha256,
+            "cached": (ASSETS / name / "model.safetensors").is_file(),
+        }
+        for name, drafter in DRAFTERS.items()
+    ]

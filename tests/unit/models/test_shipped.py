@@ -1,0 +1,38 @@
+"""Drafters that ship with the package."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockpilot.core.errors import BlockPilotError
+from blockpilot.models import shipped
+from blockpilot.models.dflash_format import load_dflash
+from blockpilot.models.export import export_drafter
+
+
+def test_every_shipped_drafter_is_whole_and_has_a_card() -> None:
+    for row in shipped.list_shipped():
+        folder = shipped.verify_shipped(row["name"])
+        assert (folder / "model.safetensors").stat().st_size == row["bytes"] <= 28_000_000
+        assert (folder / "README.md").is_file()
+
+
+def test_the_default_target_has_one() -> None:
+    assert shipped.shipped_drafter("smollm2-135m") == "smollm2-135m-dflash2"
+    assert shipped.shipped_drafter("some/model") is None
+
+
+def test_damage_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "ASSETS", tmp_path)
+    (tmp_path / "smollm2-135m-dflash2").mkdir()
+    (tmp_path / "smollm2-135m-dflash2" / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(BlockPilotError, match="damaged"):
+        shipped.verify_shipped("smollm2-135m-dflash2")
+
+
+def test_export_leaves_out_what_only_we_read(tmp_path: Path) -> None:
+    ours = load_dflash("smollm2-135m-dflash2", torch.bfloat16)
+    theirs = load_dflash(str(export_drafter("smollm2-135m-dflash2", tmp_path / "out")), torch.bfloat16)
+    assert ours.draft_token_ids is not None and theirs.draft_token_ids is None
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))

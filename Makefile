@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?= -c constraints.txt
 PYTEST_FLAGS ?= -n 2
-PROMPT ?= Explain in three sentences why the sky is blue.
+PROMPT ?= Write a Python function that checks whether a number is prime, and explain how it works.
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.blockpilot-installed
@@ -19,7 +19,7 @@ help:
 	@echo "make demo     answer a prompt with the default model"
 	@echo "make test     run the tests"
 	@echo "make quality  lint, check format, types and layers"
-	@echo "make bench    plain decoding against n-gram drafting on one repetitive prompt"
+	@echo "make bench    CPU step costs against transformers, then the default pair against plain decoding"
 	@echo "make clean    remove caches and build output ($(VENV) stays)"
 
 setup: $(STAMP)
@@ -30,14 +30,14 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "Install one and name it: make setup PYTHON=python3.12" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { \
 	  echo "Could not create $(VENV); on Debian and Ubuntu install the package python3-venv first." >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,dev]' $(PIP_FLAGS)
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -e '.[cpu,dev]' $(PIP_FLAGS)
 	@touch $@
 
 demo: $(STAMP)
 	@echo "Plain decoding:"
-	@$(BIN)/blockpilot generate "$(PROMPT)" --max-new-tokens 96 --pilot ar
+	@$(BIN)/blockpilot generate "$(PROMPT)" --max-new-tokens 160 --pilot ar
 	@echo; echo "The same answer, drafted in blocks and checked by the same model:"
-	@$(BIN)/blockpilot generate "$(PROMPT)" --max-new-tokens 96
+	@$(BIN)/blockpilot generate "$(PROMPT)" --max-new-tokens 160
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
@@ -48,10 +48,9 @@ quality: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-BENCH_PROMPT := Repeat this list three times: red, orange, yellow, green, blue, indigo, violet.
 bench: $(STAMP)
-	$(BIN)/blockpilot generate "$(BENCH_PROMPT)" --pilot ar
-	$(BIN)/blockpilot generate "$(BENCH_PROMPT)" --drafter ngram --pilot fixed:8
+	$(BIN)/python benchmarks/cpu_step.py
+	$(BIN)/python benchmarks/pair_speed.py
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

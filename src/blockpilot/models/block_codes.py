@@ -110,6 +110,13 @@ class BlockNorm(nn.Module):
         return torch.from_numpy(result)
 
 
+def compile_kernels() -> None:
+    """Compile (once per machine; later from Numba's cache) before the first token has to wait for it."""
+    layer = BlockLinear(BlockCodes.quantize(np.ones((1, BLOCK), np.float32)), nn.Identity(), num_threads=1)
+    norm = BlockNorm(torch.ones(BLOCK), 1e-6, nn.Identity())
+    layer(norm(torch.ones(1, BLOCK)))
+
+
 def _arrange(codes: BlockCodes) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:
     """The kernel's order: groups of 64 rows, inside a group block by block, inside a block weight by weight."""
     num_rows, num_blocks = codes.scales.shape

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.block_codes import BLOCK, BlockCodes, BlockLinear, BlockNorm
+from blockpilot.models.block_codes import BLOCK, BlockCodes, BlockLinear, BlockNorm, compile_kernels
 from blockpilot.models.layers import RMSNorm
 
 BACKENDS = ("auto", "blocks", "mkldnn", "plain")
@@ -58,6 +58,8 @@ def pack_linear(layer: nn.Linear, backend: str) -> nn.Module:
 
 def pack_linears(model: nn.Module, backend: str) -> None:
     """Replace every nn.Linear inside `model`, and the norms around them where a compiled one is at hand."""
+    if backend == "blocks":
+        compile_kernels()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):

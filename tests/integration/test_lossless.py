@@ -144,3 +144,14 @@ def check_against_plain(params: SamplingParams, pilot: str, prompt: str = PROMPT
         )
         assert llm.engine.runner.cache.num_free == 4
     return drafted
+
+
+@pytest.mark.parametrize("drafter", ["dflash", "dflash2", "eagle3"])
+def test_packed_weights_and_a_rounded_drafter_change_no_token(drafter: str) -> None:
+    models = {"dflash": make_dflash(), "dflash2": make_dflash(is_second=True), "eagle3": make_eagle3()}
+    llm = make_llm(drafter=models[drafter], linear_backend="auto")
+    for params in (SAMPLING["greedy"], SAMPLING["T=1 top-p"]):
+        plain = llm.generate(PROMPTS, params, pilot="ar", is_raw=True)
+        for pilot in ("fixed:4", "fixed:12", "tree:3@4", "tree:20"):
+            drafted = llm.generate(PROMPTS, params, pilot=pilot, is_raw=True)
+            assert [c.token_ids for c in drafted] == [c.token_ids for c in plain], pilot

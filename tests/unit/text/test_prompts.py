@@ -38,7 +38,7 @@ def test_json_lines_plain_and_compressed(tmp_path: Path, suffix: str, open_file)
         ("a.jsonl", b'\n{"answer": "x"}\n', "a.jsonl, line 2: no prompt found; expected a text under turns, prompt"),
         ("a.jsonl", b'["x"]', "a.jsonl, line 1: no prompt found"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz cannot be read"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}')[:-12] + b"\0" * 12, "a.jsonl.gz cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}', mtime=0)[:-12] + b"\0" * 12, "a.jsonl.gz cannot be read"),
         ("a.txt.xz", b"not xz", "a.txt.xz cannot be read"),
     ],
 )

@@ -110,9 +110,9 @@ class BlockNorm(nn.Module):
         return torch.from_numpy(result)
 
 
-def compile_kernels() -> None:
+def compile_kernels(num_threads: int) -> None:
     """Compile (once per machine; later from Numba's cache) before the first token has to wait for it."""
-    layer = BlockLinear(BlockCodes.quantize(np.ones((1, BLOCK), np.float32)), nn.Identity(), num_threads=1)
+    layer = BlockLinear(BlockCodes.quantize(np.ones((1, BLOCK), np.float32)), nn.Identity(), num_threads)
     norm = BlockNorm(torch.ones(BLOCK), 1e-6, nn.Identity())
     layer(norm(torch.ones(1, BLOCK)))
 

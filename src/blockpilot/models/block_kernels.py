@@ -10,7 +10,7 @@ turn it into vector code. The unrolled sums below are what makes that happen; lo
 """
 
 import numpy as np
-from numba import float32, njit, prange
+from numba import config, float32, njit, prange, set_num_threads
 from numpy.typing import NDArray
 
 ROWS = 64  # rows per group
@@ -85,8 +85,7 @@ def _four_tokens(codes, scales, offsets, x, x_sums, out, sums, first, row):  # t
             od[r] += d[r] * sd[r] + m[r] * td
 
 
-@njit(fastmath=True, nogil=True, parallel=True, cache=True)
-def multiply(codes, scales, offsets, x, out, num_parts):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _multiply(codes, scales, offsets, x, out, num_parts):  # type: ignore[no-untyped-def]  # pragma: no cover
     """out [T, rows] = x [T, K] times codes [groups, blocks, 32, 64]; groups are shared out over `num_parts` threads."""
     num_groups, num_tokens = codes.shape[0], x.shape[0]
     x_sums = np.empty((num_tokens, codes.shape[1]), np.float32)
@@ -107,6 +106,21 @@ def multiply(codes, scales, offsets, x, out, num_parts):  # type: ignore[no-unty
                 for t in range(0, num_tokens, 4):  # the last four may overlap those before: cheaper than one by one
                     first = min(t, num_tokens - 4)
                     _four_tokens(codes[g], scales[g], offsets[g], x, x_sums, out, sums, first, row)
+
+
+# With one thread the parallel form must not run: it would wake a whole pool that spins beside the one that works.
+_serial = njit(fastmath=True, nogil=True, cache=True)(_multiply)
+_parallel = njit(fastmath=True, nogil=True, parallel=True, cache=True)(_multiply)
+
+
+def multiply(
+    codes: NDArray[np.int8], scales: Array, offsets: Array, x: Array, out: Array, num_threads: int
+) -> None:  # the arrays are described in `_multiply`
+    if num_threads == 1:
+        _serial(codes, scales, offsets, x, out, 1)
+        return
+    set_num_threads(min(num_threads, config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+    _parallel(codes, scales, offsets, x, out, num_threads)
 
 
 @njit(fastmath=True, nogil=True, cache=True)

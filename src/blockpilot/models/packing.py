@@ -59,7 +59,7 @@ def pack_linear(layer: nn.Linear, backend: str) -> nn.Module:
 def pack_linears(model: nn.Module, backend: str) -> None:
     """Replace every nn.Linear inside `model`, and the norms around them where a compiled one is at hand."""
     if backend == "blocks":
-        compile_kernels()
+        compile_kernels(torch.get_num_threads())
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):

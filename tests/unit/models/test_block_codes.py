@@ -34,17 +34,25 @@ def test_other_kinds_have_no_codes() -> None:
     assert decode_blocks(random_weight(4, 32).view(np.uint8), "F32") is None
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 7, 8, 9, 20])
-def test_product_equals_float32(kind: str, num_tokens: int) -> None:
+def test_product_equals_float32(kind: str, num_tokens: int, num_threads: int) -> None:
     codes, weight = make_codes(kind)
     linear = nn.Linear(96, 100, bias=False)
     linear.weight = nn.Parameter(torch.from_numpy(weight))
-    linear.block_codes = codes
-    packed = pack_linear(linear, "blocks")
-    x = torch.randn(num_tokens, 96)
-    assert isinstance(packed, BlockLinear)
-    torch.testing.assert_close(packed(x), linear(x), rtol=1e-5, atol=1e-5)
+    packed = BlockLinear(codes, linear, num_threads)
+    x = torch.from_numpy(random_weight(num_tokens, 96))
+    exact = x.double() @ linear.weight.detach().double().T
+    rounding = 1e-6 * (x.double().abs() @ linear.weight.detach().double().abs().T)  # a few units of float32
+    assert bool(((packed(x).double() - exact).abs() <= rounding).all())
+
+
+def test_layers_with_codes_run_from_them() -> None:
+    linear = nn.Linear(96, 100, bias=False)
+    linear.block_codes = make_codes("Q4_1")[0]
+    assert isinstance(pack_linear(linear, "blocks"), BlockLinear)
+    assert isinstance(pack_linear(linear, "mkldnn"), MkldnnLinear)
 
 
 def test_joined_parts_and_chosen_rows() -> None:

@@ -19,7 +19,7 @@ from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash, DFlashConfig
 from blockpilot.models.eagle3 import Eagle3, Eagle3Config
 from blockpilot.models.loading import LoadedTarget
-from blockpilot.pilots.base import Nodes, PilotInputs
+from blockpilot.pilots.base import Nodes, Pilot, PilotInputs
 from blockpilot.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 61
@@ -152,7 +152,7 @@ class ScriptedDrafter:
 
 
 @dataclass
-class RandomTreePilot:
+class RandomTreePilot(Pilot):
     """Checks an arbitrary tree of candidates: any parent, any rank, drafted at any size."""
 
     seed: int

@@ -39,6 +39,18 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def up_to(self, depth: int) -> "DraftTree":
+        """The same tree without its nodes below `depth`."""
+        if max(self.depths) <= depth:
+            return self
+        kept = [index for index, found in enumerate(self.depths) if found <= depth]
+        renamed = {index: place for place, index in enumerate(kept)} | {-1: -1}
+        return DraftTree(
+            tuple(self.token_ids[index] for index in kept),
+            tuple(renamed[self.parents[index]] for index in kept),
+            tuple(self.depths[index] for index in kept),
+        )
+
     @property
     def max_depth(self) -> int:
         return max(self.depths)

@@ -125,7 +125,13 @@ class DFlashDrafter:
         if selector is None:
             return Candidates(token_ids.cpu().numpy(), log_probs.cpu().numpy())
         first, pairwise = self._pairwise(request, best.values, token_ids, hidden)
-        return Candidates(token_ids.cpu().numpy(), log_probs.cpu().numpy(), first.cpu().numpy(), pairwise.cpu().numpy())
+        shown = width if request.num_candidates == 1 else min(width, request.num_candidates)  # a chain wants the best
+        return Candidates(
+            token_ids[:, :shown].cpu().numpy(),
+            log_probs[:, :shown].cpu().numpy(),
+            first[:shown].cpu().numpy(),
+            pairwise[:, :shown, :shown].cpu().numpy(),
+        )
 
     def _noise(self, seed: int, positions: Sequence[int]) -> Tensor:
         """The target's own noise for the tokens this drafter looks at."""

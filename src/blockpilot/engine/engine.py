@@ -14,11 +14,11 @@ from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import Drafter, Observation
 from blockpilot.decoding.sampling import choose_tokens
-from blockpilot.engine.runner import TargetRunner
+from blockpilot.engine.runner import PassResult, TargetRunner
 from blockpilot.engine.scheduler import Scheduler
 from blockpilot.engine.sequence import Sequence
 from blockpilot.engine.speculative_step import speculative_step
-from blockpilot.pilots.base import Pilot
+from blockpilot.pilots.base import Pilot, PrefillState
 from blockpilot.text.detokenizer import IncrementalDetokenizer
 from blockpilot.text.tokenizer import Tokenizer
 
@@ -119,6 +119,7 @@ class Engine:
             if sequence.is_prefilled:
                 first = choose_tokens(result.logits[row : row + 1], sequence.params, [len(sequence.prompt_ids)])
                 sequence.commit(first.tolist())
+                sequence.pilot = sequence.pilot.start(_prefill_state(sequence, result, row))
                 self.scheduler.start_decoding(sequence)
         if self.drafter and observations:
             self.drafter.observe(observations)
@@ -154,3 +155,13 @@ class Engine:
         vocab_size = self.runner.decoder.config.vocab_size
         if not all(0 <= token_id < vocab_size for token_id in prompt_ids):
             raise InputError(f"the prompt holds token ids outside the vocabulary of {vocab_size}")
+
+
+def _prefill_state(sequence: Sequence, result: PassResult, row: int) -> PrefillState | None:
+    if not sequence.pilot.reads_prefill:
+        return None
+    return PrefillState(
+        num_prompt_tokens=len(sequence.prompt_ids),
+        probabilities=result.logits[row].float().softmax(dim=-1),
+        hidden=result.hidden[row],
+    )

@@ -17,6 +17,7 @@ from blockpilot.models.decoder import Decoder
 class PassResult:
     logits: Tensor  # [rows, V]: every token after a verify, one row per request after a prefill
     taps: Tensor | None  # [N, num_taps * H], all packed tokens
+    hidden: Tensor  # [rows, H], the states that the logits come from
 
 
 class TargetRunner:
@@ -46,7 +47,8 @@ class TargetRunner:
         last_rows = torch.tensor([len(ids) for _, ids in chunks], device=self.device).cumsum(0) - 1
         for slot, ids in chunks:
             self.cache.keep(slot, range(len(ids)))
-        return PassResult(self.decoder.logits(hidden[last_rows]), taps)
+        last = hidden[last_rows]
+        return PassResult(self.decoder.logits(last), taps, last)
 
     @torch.inference_mode()
     def verify(self, trees: Collection[tuple[int, DraftTree]], tap_layers: Collection[int]) -> PassResult:
@@ -55,7 +57,7 @@ class TargetRunner:
         positions = [self.cache.lengths[slot] + depth for slot, tree in trees for depth in tree.depths]
         segments = [Segment(slot, len(tree), None if tree.is_chain else tree.ancestor_matrix()) for slot, tree in trees]
         hidden, taps = self._forward(token_ids, positions, RaggedAttention(self.cache, segments), tap_layers)
-        return PassResult(self.decoder.logits(hidden), taps)
+        return PassResult(self.decoder.logits(hidden), taps, hidden)
 
     def _forward(
         self, token_ids: list[int], positions: list[int], attend: RaggedAttention, tap_layers: Collection[int]

@@ -71,7 +71,9 @@ def _inputs(sequence: Sequence, drafter: Drafter | None, batch_size: int) -> Pil
 
 
 def _draft_size(sequence: Sequence, inputs: PilotInputs) -> int:
-    """The pilot's block size within this step's limits; 1 means plain decoding."""
+    """The pilot's block size within the drafter's limit; 1 means plain decoding, as always for the last token."""
+    if inputs.num_remaining <= 1:
+        return 1
     return max(1, min(sequence.pilot.choose(inputs), inputs.max_block_size))
 
 
@@ -98,7 +100,8 @@ def _draft(sequences: Collection[Sequence], sizes: Collection[int], drafter: Dra
 
 def _select(sequence: Sequence, inputs: PilotInputs, candidates: Candidates | None) -> DraftTree:
     nodes = sequence.pilot.select(inputs, candidates) if candidates is not None else []
-    return DraftTree.build(sequence.anchor_id, nodes[:MAX_TREE_NODES])
+    tree = DraftTree.build(sequence.anchor_id, nodes[:MAX_TREE_NODES])
+    return tree.up_to(inputs.num_remaining - 1)  # deeper nodes could not be emitted
 
 
 def _accept(sequences: Collection[Sequence], trees: Collection[DraftTree], logits: Tensor) -> list[Acceptance]:

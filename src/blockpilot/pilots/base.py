@@ -1,16 +1,28 @@
 """The pilot: what decides how far to draft and what to check.
 
-`choose` runs before drafting and returns the draft size (0: do not draft, decode plainly). `select` runs after drafting
-and returns the nodes the target shall check. Both see small plain values only, so the same object runs in our engine,
-in replay and inside other engines.
+`start` runs once, right after prefill, and returns the pilot of this one request: itself where nothing is remembered
+between steps. `choose` runs before drafting and returns the draft size (0: do not draft, decode plainly). `select` runs
+after drafting and returns the nodes the target shall check. All see small plain values only, so the same object runs in
+our engine, in replay and inside other engines.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+
+from torch import Tensor
 
 from blockpilot.core.candidates import Candidates
 
 Nodes = list[tuple[int, int]]  # (parent index, token id), parents first; index 0 is the anchor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillState:
+    """What the target knows of a request when its prompt has been read."""
+
+    num_prompt_tokens: int
+    probabilities: Tensor  # [V] float32, of the first answer token, at temperature 1
+    hidden: Tensor  # [H], the last prompt token's final hidden state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,19 +32,34 @@ class PilotInputs:
     num_steps: int  # steps this request has taken so far
     context_length: int  # tokens in the target's cache
     batch_size: int  # requests that share the step
-    max_block_size: int  # limit of this step: drafter, remaining tokens, context
+    num_remaining: int  # tokens the answer may still gain; deeper nodes are dropped
+    max_block_size: int  # the drafter's limit
     trained_block_size: int
     temperature: float
     last_emitted: int  # tokens the last step emitted; 0 before the first
 
 
-class Pilot(Protocol):
+class Pilot(ABC):
     @property
+    @abstractmethod
     def name(self) -> str: ...
 
     @property
-    def num_candidates(self) -> int: ...  # tokens per position it wants to see; 0: it never drafts
+    @abstractmethod
+    def num_candidates(self) -> int:
+        """Tokens per position it wants to see. 0: it never drafts; 1: it wants a chain."""
 
+    @property
+    def reads_prefill(self) -> bool:
+        """Whether `start` wants the prefill's state; others get None."""
+        return False
+
+    def start(self, prefill: PrefillState | None) -> "Pilot":
+        """The pilot of one request."""
+        return self
+
+    @abstractmethod
     def choose(self, inputs: PilotInputs) -> int: ...
 
+    @abstractmethod
     def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes: ...

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from blockpilot.core.candidates import Candidates
-from blockpilot.pilots.base import Nodes, PilotInputs
+from blockpilot.pilots.base import Nodes, Pilot, PilotInputs
 from blockpilot.pilots.growth import grow_chain, grow_tree
 
 TREE_WIDTH = 16  # candidates per position a tree may branch into
 
 
 @dataclass(frozen=True)
-class PlainPilot:
+class PlainPilot(Pilot):
     """Never drafts: autoregressive decoding."""
 
     name: str = "ar"
@@ -24,7 +24,7 @@ class PlainPilot:
 
 
 @dataclass(frozen=True)
-class FixedPilot:
+class FixedPilot(Pilot):
     """Every step drafts and checks a chain of one fixed block size."""
 
     block_size: int
@@ -42,7 +42,7 @@ class FixedPilot:
 
 
 @dataclass(frozen=True)
-class TreePilot:
+class TreePilot(Pilot):
     """Every step checks the `num_nodes` likeliest nodes, drafted at the trained size or at `draft_size`."""
 
     num_nodes: int

@@ -64,3 +64,11 @@ def test_every_row_of_the_mask_is_the_path_to_the_anchor(nodes):
 def test_chain_flag_means_one_path(nodes):
     tree = DraftTree.build(7, nodes)
     assert tree.is_chain == (tree.parents == tuple(range(-1, len(tree) - 1)))
+
+
+def test_up_to_drops_deeper_nodes_and_renumbers() -> None:
+    tree = DraftTree.build(1, [(0, 5), (1, 6), (0, 7), (2, 8), (3, 9)])
+    short = tree.up_to(1)
+    assert (short.token_ids, short.parents, short.depths) == ((1, 5, 7), (-1, 0, 0), (0, 1, 1))
+    assert tree.up_to(3) is tree
+    assert tree.up_to(0).token_ids == (1,)

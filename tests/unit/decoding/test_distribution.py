@@ -118,7 +118,7 @@ def test_samples_follow_the_targets_distribution(sampling: str) -> None:
 
 @pytest.mark.parametrize(
     ("broken", "pilot"),
-    [(accept_wrong_tokens_sometimes(1), "fixed:4"), (prefer_the_last_child, "tree:9")],
+    [(accept_wrong_tokens_sometimes(1), "fixed:4"), (prefer_the_last_child, "tree:16")],
     ids=["accepts any draft at times", "accepts another choice"],
 )
 def test_a_broken_verifier_fails_the_same_test(broken, pilot: str, monkeypatch: pytest.MonkeyPatch) -> None:

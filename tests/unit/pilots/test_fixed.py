@@ -10,6 +10,7 @@ INPUTS = PilotInputs(
     num_steps=3,
     context_length=20,
     batch_size=1,
+    num_remaining=100,
     max_block_size=64,
     trained_block_size=16,
     temperature=0.0,

@@ -36,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="further prompts: .txt or .jsonl, also .gz and .xz; repeatable",
     )
     parser.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="leave out prompts that share 13 words in a row with one of this file, such as a test set; repeatable",
+    )
+    parser.add_argument(
         "--temperatures",
         default="0,0,0,0.8",
         metavar="T,T,...",
@@ -87,6 +94,7 @@ def _config(arguments: argparse.Namespace) -> "SynthesisConfig":
         num_written=_at_least(arguments.num_prompts, 0, "--num-prompts"),
         starts=tuple(arguments.start) or ("",),
         prompt_files=tuple(arguments.prompts),
+        excluded_files=tuple(arguments.exclude),
         temperatures=_parse_temperatures(arguments.temperatures),
         max_length=_at_least(arguments.max_length, 32, "--max-length"),
         max_prompt_length=arguments.max_length // 2,

@@ -6,6 +6,7 @@ the target will add, so the two draw alike wherever they agree.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,29 @@ from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.decoding.sampling import gumbel_noise
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.packing import pack_linear, pack_linears, quantize_linears
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The best tokens of N blocks of one size, best first, and how a child scores after its parent."""
+
+    token_ids: Tensor  # [N, D, K]
+    log_probs: Tensor  # [N, D, K]
+    first: Tensor | None = None  # [N, K]
+    pairwise: Tensor | None = None  # [N, D-1, K, K]
+
+    def candidates(self, block: int, num_candidates: int) -> Candidates:
+        """What a pilot sees of one block. A chain wants the best child, which the selector may find at any rank."""
+        if self.first is None or self.pairwise is None:
+            shown = [x[block, :, :num_candidates].cpu().numpy() for x in (self.token_ids, self.log_probs)]
+            return Candidates(*shown)
+        width = self.token_ids.shape[-1] if num_candidates == 1 else num_candidates
+        return Candidates(
+            self.token_ids[block, :, :width].cpu().numpy(),
+            self.log_probs[block, :, :width].cpu().numpy(),
+            self.first[block, :width].cpu().numpy(),
+            self.pairwise[block, :, :width, :width].cpu().numpy(),
+        )
 
 
 class DFlashDrafter:
@@ -67,8 +91,7 @@ class DFlashDrafter:
             for observation in observations
             for i in range(len(observation.token_ids))
         ]
-        projected = self.context_projection(self.model.context(taps))
-        layers = self.model.split_context(projected, torch.tensor(positions, device=self.device))
+        layers = self.project_context(taps, torch.tensor(positions, device=self.device))
         start = 0
         for observation in observations:
             count = len(observation.token_ids)
@@ -77,6 +100,10 @@ class DFlashDrafter:
                 self.cache.write(index, observation.slot, keys[start : start + count], values[start : start + count])
             self.cache.keep(observation.slot, range(count))
             start += count
+
+    def project_context(self, taps: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Per layer, the keys and values [n, Hkv, D] of committed tokens."""
+        return self.model.split_context(self.context_projection(self.model.context(taps)), positions)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
@@ -89,7 +116,8 @@ class DFlashDrafter:
         row = 0
         for end, request in zip(starts, requests, strict=True):
             count = request.block_size - 1
-            found.append(self._candidates(request, logits[row : row + count], hidden[end - count : end]))
+            ranking = self._rank_one(request, logits[row : row + count], hidden[end - count : end])
+            found.append(ranking.candidates(0, request.num_candidates))
             row += count
         return found
 
@@ -111,39 +139,61 @@ class DFlashDrafter:
         packed = torch.tensor([ids, positions, offsets], device=self.device)
         return self.model(self.embed(packed[0]), packed[1], attend, packed[2])
 
-    def _candidates(self, request: DraftRequest, logits: Tensor, hidden: Tensor) -> Candidates:
-        """The best tokens of each drafted position; `hidden` and `logits` are those of positions 1 .. B-1."""
-        scores = logits.float()
-        if not request.params.is_greedy:
+    def _rank_one(self, request: DraftRequest, logits: Tensor, hidden: Tensor) -> Ranking:
+        noise, params = None, request.params
+        if not params.is_greedy:
             positions = range(request.position + 1, request.position + request.block_size)
-            scores = scores / request.params.temperature + self._noise(request.params.seed, positions)
+            noise = self.noise(params.seed, positions)[None]
+        return self.rank(
+            hidden[None],
+            logits[None],
+            anchor_ids=torch.tensor([request.anchor_id], device=self.device),
+            temperature=params.temperature,
+            noise=noise,
+            num_candidates=request.num_candidates,
+        )
+
+    def rank(
+        self,
+        hidden: Tensor,
+        logits: Tensor,
+        *,
+        anchor_ids: Tensor,
+        temperature: float,
+        noise: Tensor | None,
+        num_candidates: int,
+    ) -> Ranking:
+        """The best tokens of N blocks; `hidden` [N, D, H] and `logits` [N, D, V] are those of positions 1 .. B-1.
+
+        `noise` [N, D, V] is the target's own for those positions; None is greedy. A selector looks at a number of
+        candidates of its own, whatever is asked for.
+        """
+        scores = logits.float()
+        if noise is not None:
+            scores = scores / temperature + noise
         selector = self.model.candidate_selector
-        width = self.model.config.selector_top_k if selector is not None else request.num_candidates
-        best = scores.topk(min(width, scores.shape[-1]), dim=-1)  # [D, K]
+        width = self.model.config.selector_top_k if selector is not None else num_candidates
+        best = scores.topk(min(width, scores.shape[-1]), dim=-1)  # [N, D, K]
         log_probs = best.values - scores.logsumexp(dim=-1, keepdim=True)
         token_ids = best.indices if self.token_ids is None else self.token_ids[best.indices]
         if selector is None:
-            return Candidates(token_ids.cpu().numpy(), log_probs.cpu().numpy())
-        first, pairwise = self._pairwise(request, best.values, token_ids, hidden)
-        shown = width if request.num_candidates == 1 else min(width, request.num_candidates)  # a chain wants the best
-        return Candidates(
-            token_ids[:, :shown].cpu().numpy(),
-            log_probs[:, :shown].cpu().numpy(),
-            first[:shown].cpu().numpy(),
-            pairwise[:, :shown, :shown].cpu().numpy(),
-        )
+            return Ranking(token_ids, log_probs)
+        scale = 1.0 if noise is None else 1 / temperature
+        return Ranking(token_ids, log_probs, *self._pairwise(anchor_ids, best.values, token_ids, hidden, scale))
 
-    def _noise(self, seed: int, positions: Sequence[int]) -> Tensor:
-        """The target's own noise for the tokens this drafter looks at."""
+    def noise(self, seed: int, positions: Sequence[int]) -> Tensor:
+        """The target's own noise [N, V] for the tokens this drafter looks at."""
         noise = gumbel_noise(seed, positions, vocab_size=self.model.config.layers.vocab_size, device=self.device)
         return noise if self.token_ids is None else noise[:, self.token_ids]
 
-    def _pairwise(self, request: DraftRequest, values: Tensor, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """log p(child | parent) among the candidates: after the anchor [K], and between positions [D-1, K, K]."""
+    def _pairwise(
+        self, anchor_ids: Tensor, values: Tensor, ids: Tensor, hidden: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """log p(child | parent) among the candidates: after the anchor [N, K], and between positions [N, D-1, K, K]."""
         selector = self.model.candidate_selector
         assert selector is not None
-        scale = 1.0 if request.params.is_greedy else 1 / request.params.temperature
-        anchor = torch.tensor([request.anchor_id], device=self.device)
-        first = values[0] + scale * selector(anchor, hidden[0], ids[0])[0]
-        later = values[1:, None] + scale * selector(ids[:-1], hidden[1:], ids[1:])
+        first = values[:, 0] + scale * selector(anchor_ids[:, None], hidden[:, 0], ids[:, 0])[:, 0]
+        parents, children, states = (x.flatten(0, 1) for x in (ids[:, :-1], ids[:, 1:], hidden[:, 1:]))  # packed rows
+        later = selector(parents, states, children).unflatten(0, (len(ids), ids.shape[1] - 1))
+        later = values[:, 1:, None] + scale * later
         return F.log_softmax(first.float(), dim=-1), F.log_softmax(later.float(), dim=-1)

@@ -69,8 +69,13 @@ def pack_linears(model: nn.Module, backend: str) -> None:
 
 
 def quantize_linears(model: nn.Module) -> None:
-    """Attach 8-bit codes to every linear layer that has none and fits: for drafters, whose output is checked anyway."""
+    """Round every linear layer that fits to 8-bit codes: for drafters, whose output is checked anyway.
+
+    The float weight becomes what the codes stand for, so that few tokens and many are multiplied by the same numbers:
+    what is drafted must not depend on the batch.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.in_features % BLOCK == 0 and not hasattr(module, "block_codes"):
             codes = BlockCodes.quantize(module.weight.detach().numpy())
             module.block_codes = codes  # type: ignore[assignment]
+            module.weight = nn.Parameter(torch.from_numpy(codes.dequantize()), requires_grad=False)

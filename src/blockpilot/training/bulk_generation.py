@@ -1,12 +1,13 @@
 """Many answers at once: the target writes training data as fast as its memory can be read.
 
 A fixed number of rows decodes in lockstep against one static cache, one token per row and step. Every `refill_every`
-steps the host looks: finished rows leave and new prompts take their place. On a GPU the step is a CUDA graph, captured
-once per attention window, so that no launch overhead shows. Attention reads only up to the longest live row.
+steps the host looks: finished rows leave and new prompts take their place. On a GPU the step is a CUDA graph, so that no
+launch overhead shows, and attention is one kernel that reads each row's own filled part (`bulk_attention.py`).
 
 This is not the serving engine: it trades latency for throughput and never speculates.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from blockpilot.core.errors import InputError
 from blockpilot.models.decoder import Decoder
+from blockpilot.models.layers import Attend
 from blockpilot.training.dense_attention import PrefillAttention, StaticCacheAttention
+from blockpilot.training.gpu import has_triton
 
 WINDOW_STEP = 64
 PREFILL_STEP = 16  # prompts are padded to a multiple of this
@@ -50,6 +53,7 @@ class BulkGenerator:
         self.decoder, self.device = decoder, weight.device
         self.capacity, self.refill_every = capacity, refill_every
         self.eos_token_ids = set(eos_token_ids)
+        self._eos = torch.tensor(sorted(self.eos_token_ids), dtype=torch.int64, device=self.device)
         shape = (config.num_layers, 2, num_rows, config.num_kv_heads, capacity, config.head_dim)
         self.cache = torch.zeros(shape, dtype=weight.dtype, device=self.device)
         self.rows: list[Row | None] = [None] * num_rows
@@ -59,6 +63,7 @@ class BulkGenerator:
         self.history = torch.zeros(refill_every, num_rows, dtype=torch.int64, device=self.device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self._steps: dict[int, Callable[[], None]] = {}
+        self._has_kernel = self.device.type == "cuda" and has_triton()
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     @torch.inference_mode()
@@ -66,21 +71,34 @@ class BulkGenerator:
         """Take texts from `source` as rows come free; yield each when its answer has ended."""
         yield from self._refill(source)
         while any(self.rows):
-            longest = int(self.positions.max())
-            window = min(self.capacity, -(-(longest + self.refill_every + 1) // WINDOW_STEP) * WINDOW_STEP)
-            step = self._step_function(window)
+            step = self._step_function(self._window())
             for index in range(self.refill_every):
                 step()
                 self.history[index] = self.tokens
             yield from self._collect()
             yield from self._refill(source)
 
+    def _window(self) -> int:
+        """Cache rows that attention must look at in this round; the kernel finds out by itself."""
+        if self._has_kernel:
+            return self.capacity
+        longest = int(self.positions.max())
+        return min(self.capacity, -(-(longest + self.refill_every + 1) // WINDOW_STEP) * WINDOW_STEP)
+
     def _step(self, window: int) -> None:
-        attend = StaticCacheAttention(self.cache, self.positions, window)
+        attend = self._attention(window)
         hidden, _ = self.decoder(self.tokens, self.positions, attend)
         logits = self.decoder.logits(hidden).float()
         self.tokens.copy_(self._sample(logits, self.temperatures))
         self.positions.add_(1).clamp_(max=self.capacity - 1)
+
+    def _attention(self, window: int) -> Attend:
+        """On a GPU one kernel that reads each row's own filled part; elsewhere a masked product over the window."""
+        if not self._has_kernel:
+            return StaticCacheAttention(self.cache, self.positions, window)
+        from blockpilot.training.bulk_attention import BulkAttention
+
+        return BulkAttention(self.cache, self.positions)
 
     def _sample(self, logits: Tensor, temperatures: Tensor) -> Tensor:
         noise = torch.empty_like(logits).exponential_(generator=self.generator).log_()  # minus a Gumbel variable
@@ -110,15 +128,16 @@ class BulkGenerator:
         return graph.replay
 
     def _collect(self) -> Iterator[Row]:
-        history = self.history.t().tolist()  # the one wait per round
+        is_end = torch.isin(self.history, self._eos)
+        first_end = torch.where(is_end.any(0), is_end.int().argmax(0) + 1, self.refill_every).tolist()
+        history = self.history.t().tolist()
         for index, row in enumerate(self.rows):
-            for token_id in history[index] if row is not None else ():
-                assert row is not None
-                row.answer_ids.append(token_id)
+            if row is not None:
+                room = row.max_length - len(row.prompt_ids) - len(row.answer_ids)
+                row.answer_ids += history[index][: min(first_end[index], room)]
                 if self._is_finished(row):
                     self.rows[index] = None
                     yield row
-                    break
 
     def _is_finished(self, row: Row) -> bool:
         is_full = len(row.prompt_ids) + len(row.answer_ids) >= row.max_length
@@ -127,7 +146,8 @@ class BulkGenerator:
     def _refill(self, source: Iterator[Row]) -> Iterator[Row]:
         """Give every empty row a new prompt; its first token comes out of the prefill and may already end it."""
         while empty := [index for index, row in enumerate(self.rows) if row is None]:
-            taken = list(zip(empty, source, strict=False))
+            prompts = sorted(itertools.islice(source, len(empty)), key=lambda row: len(row.prompt_ids))  # less padding
+            taken = list(zip(empty, prompts, strict=False))
             for start in range(0, len(taken), MAX_PREFILL_ROWS):
                 self._prefill(taken[start : start + MAX_PREFILL_ROWS])
             finished = [index for index, row in taken if self._is_finished(row)]

@@ -19,6 +19,7 @@ from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
 from blockpilot.models.loading import LoadedTarget
 from blockpilot.text.loops import find_loop
+from blockpilot.text.overlap import without_overlap
 from blockpilot.text.prompts import read_prompts
 from blockpilot.text.tokenizer import Tokenizer
 from blockpilot.training.bulk_generation import BulkGenerator, Row
@@ -38,6 +39,7 @@ class SynthesisConfig:
     num_written: int  # prompts the target writes itself (attempts; some are dropped)
     starts: tuple[str, ...] = ("",)  # first words of written prompts, in turn; "" leaves all to the target
     prompt_files: tuple[str, ...] = ()
+    excluded_files: tuple[str, ...] = ()  # prompts that share 13 words in a row with one of these are left out
     temperatures: tuple[float, ...] = (0.0, 0.0, 0.0, 0.8)  # each prompt draws one of these
     max_length: int = 448  # prompt and answer together
     max_prompt_length: int = 224
@@ -101,6 +103,9 @@ def _load_or_write_prompts(
     if config.num_written:
         texts += _write_prompts(config, target, report)
     unique = list(dict.fromkeys(text.strip() for text in texts if text.strip()))
+    if config.excluded_files:
+        excluded = [prompt.text for name in config.excluded_files for prompt in read_prompts(Path(name))]
+        unique = without_overlap(unique, excluded)
     encoded = [target.tokenizer.encode_chat(text) for text in unique]
     kept = [ids for ids in encoded if len(ids) <= config.max_prompt_length]
     if not kept:

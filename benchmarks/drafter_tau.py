@@ -2,9 +2,9 @@
 
     python benchmarks/drafter_tau.py --data DIR --drafter DIR [--drafter DIR ...] --device cuda
 
-`--data` is a folder of prompt sets (`gsm8k_test.jsonl.gz`, ...). Calibration prompts (sha256(id) divisible by 4) are
-left out; the first `--num-prompts` test prompts of each task are answered greedily, then every drafter is evaluated at
-every anchor of those answers. In float32 the result equals online decoding; in bfloat16 it is an estimate.
+`--data` is a folder of prompt sets (`gsm8k_test.jsonl.gz`, ...). The first `--num-prompts` test prompts of each task (or
+calibration prompts, sha256(id) divisible by 4, with `--split calibration`: choose on these) are answered greedily, then
+every drafter is evaluated at every anchor of those answers. In float32 the result equals online decoding; in bfloat16 it is an estimate.
 """
 
 import argparse
@@ -34,9 +34,11 @@ TASKS = {
 HEADLINE = ("gsm8k", "math500", "humaneval", "mt_bench")
 
 
-def answer(target: LoadedTarget, path: Path, *, num_prompts: int, max_new_tokens: int) -> ResponseSet:
-    """Greedy answers to the first test prompts of a task."""
-    prompts = [prompt for prompt in read_prompts(path) if not prompt.is_calibration][:num_prompts]
+def answer(
+    target: LoadedTarget, path: Path, *, num_prompts: int, max_new_tokens: int, is_calibration: bool
+) -> ResponseSet:
+    """Greedy answers to the first prompts of a task's split."""
+    prompts = [prompt for prompt in read_prompts(path) if prompt.is_calibration == is_calibration][:num_prompts]
     encoded = [target.tokenizer.encode_chat(prompt.text) for prompt in prompts]
     capacity = max(map(len, encoded)) + max_new_tokens
     generator = BulkGenerator(
@@ -69,9 +71,14 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--block-sizes", default="16")
+    parser.add_argument("--split", choices=("test", "calibration"), default="test")
     arguments = parser.parse_args()
     target = load_training_target(arguments.target, device=arguments.device, dtype=arguments.dtype)
-    limits = {"num_prompts": arguments.num_prompts, "max_new_tokens": arguments.max_new_tokens}
+    limits = {
+        "num_prompts": arguments.num_prompts,
+        "max_new_tokens": arguments.max_new_tokens,
+        "is_calibration": arguments.split == "calibration",
+    }
     answers = {task: answer(target, arguments.data / name, **limits) for task, name in TASKS.items()}
     dtype = target.decoder.embed_tokens.weight.dtype
     for folder in arguments.drafter:

@@ -20,6 +20,7 @@ from blockpilot.models.dflash import DFlash, DFlashConfig
 from blockpilot.models.eagle3 import Eagle3, Eagle3Config
 from blockpilot.models.loading import LoadedTarget
 from blockpilot.pilots.base import Nodes, Pilot, PilotInputs
+from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 61
@@ -115,9 +116,11 @@ def make_eagle3(
     return model
 
 
-def make_llm(name: str = "llama", *, seed: int = 0, drafter: object = None, **settings: object) -> LLM:
+def make_llm(
+    name: str = "llama", *, seed: int = 0, drafter: object = None, costs: StepCosts | None = None, **settings: object
+) -> LLM:
     config = EngineConfig(**{"num_slots": 4, "token_budget": 16, "linear_backend": "plain", **settings})  # type: ignore[arg-type]
-    return LLM(make_target(name, seed), drafter=drafter, pilot="ar", config=config)  # type: ignore[arg-type]
+    return LLM(make_target(name, seed), drafter=drafter, pilot="ar", config=config, costs=costs)  # type: ignore[arg-type]
 
 
 @dataclass

@@ -46,7 +46,7 @@ def plain(_default_model: None) -> dict[str, Any]:
 def test_the_default_pair_gives_the_plain_answer_in_fewer_steps(plain):
     drafted = generate(PROMPT)
     assert (drafted["text"], drafted["token_ids"]) == (plain["text"], plain["token_ids"])
-    assert (drafted["pilot"], drafted["drafter"]) == ("tree:3@4", "smollm2-135m-dflash2")
+    assert (drafted["pilot"], drafted["drafter"]) == ("auto", "smollm2-135m-dflash2")
     assert drafted["num_steps"] < plain["num_steps"]
     assert drafted["num_tokens"] == 1 + sum(drafted["emitted"])
 

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from blockpilot.cli.console import print_columns, print_json, print_note, show_progress
@@ -39,8 +40,11 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     drafter_help = "ngram, none, a shipped drafter's name, or a folder or hub id with a DFlash or EAGLE-3 drafter"
     drafter_help += " (default: auto, the one that ships for the target)"
     group.add_argument("--drafter", default="auto", metavar="MODEL", help=drafter_help)
-    pilot_help = "ar, fixed:B (chain, block size B), tree:N or tree:N@B (N nodes, drafted at B) or auto (default: auto)"
+    pilot_help = "ar, fixed:B (chain, block size B), tree:N or tree:N@B (N nodes, drafted at B), step, chain-step, "
+    pilot_help += "prefill:PATH, a pilot folder, or auto (default: auto, what pays on this machine)"
     group.add_argument("--pilot", default="auto", help=pilot_help)
+    profile_help = "step costs, written by `blockpilot profile` (default: those of this machine, measured once)"
+    group.add_argument("--profile", type=Path, metavar="FILE", help=profile_help)
     group.add_argument("--device", default=default.device, help=f"cpu or cuda (default: {default.device})")
     dtype_help = f"float32, bfloat16 or float16 (default: {default.dtype})"
     group.add_argument("--dtype", default=default.dtype, help=dtype_help)
@@ -73,7 +77,14 @@ def run(arguments: argparse.Namespace) -> int:
     with show_progress(f"loading {arguments.target}") as progress:
         from blockpilot.engine.llm import LLM
 
-        llm = LLM(arguments.target, drafter=drafter, pilot=arguments.pilot, config=config, progress=progress)
+        llm = LLM(
+            arguments.target,
+            drafter=drafter,
+            pilot=arguments.pilot,
+            config=config,
+            costs=arguments.profile,
+            progress=progress,
+        )
     if arguments.json:
         completion = _stream(llm, prompt, params, is_raw=arguments.raw, is_shown=False)
         print_json(_describe(completion, llm, params))

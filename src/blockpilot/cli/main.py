@@ -17,8 +17,10 @@ from blockpilot.core.errors import BlockPilotError
 
 VERBS = {  # verb: (module, what `blockpilot --help` says)
     "generate": ("blockpilot.cli.generate", "answer a prompt, streamed as it is written"),
+    "profile": ("blockpilot.cli.profile", "measure what drafts and checks cost on this machine"),
     "synthesize": ("blockpilot.cli.synthesize", "let the target write its own training text"),
     "train-drafter": ("blockpilot.cli.train_drafter", "train a drafter (DFlash, DFlash 2 or EAGLE-3) for any target"),
+    "collect": ("blockpilot.cli.collect", "replay prompts and record what every block size would emit"),
     "models": ("blockpilot.cli.models", "list, fetch, verify and export models"),
 }
 EXIT_FAILURE = 1

@@ -33,15 +33,13 @@ class Ranking:
 
     def candidates(self, block: int, num_candidates: int) -> Candidates:
         """What a pilot sees of one block. A chain wants the best child, which the selector may find at any rank."""
-        if self.first is None or self.pairwise is None:
-            shown = [x[block, :, :num_candidates].cpu().numpy() for x in (self.token_ids, self.log_probs)]
-            return Candidates(*shown)
-        width = self.token_ids.shape[-1] if num_candidates == 1 else num_candidates
+        is_paired = self.first is not None and self.pairwise is not None
+        width = self.token_ids.shape[-1] if is_paired and num_candidates == 1 else num_candidates
         return Candidates(
             self.token_ids[block, :, :width].cpu().numpy(),
             self.log_probs[block, :, :width].cpu().numpy(),
-            self.first[block, :width].cpu().numpy(),
-            self.pairwise[block, :, :width, :width].cpu().numpy(),
+            None if self.first is None else self.first[block, :width].cpu().numpy(),
+            None if self.pairwise is None else self.pairwise[block, :, :width, :width].cpu().numpy(),
         )
 
 

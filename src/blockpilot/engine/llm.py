@@ -9,6 +9,7 @@
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Collection
+from pathlib import Path
 from typing import overload
 
 import torch
@@ -20,12 +21,14 @@ from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import Drafter
 from blockpilot.engine.assemble import build_drafter
 from blockpilot.engine.engine import Engine, Update
+from blockpilot.engine.profile import ensure_costs, profile_key, read_profile
 from blockpilot.engine.runner import TargetRunner
 from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.models.packing import choose_backend, pack_linears
 from blockpilot.models.shipped import shipped_drafter
 from blockpilot.models.wheel_download import Progress
 from blockpilot.pilots.base import Pilot
+from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.registry import load_pilot
 
 DEFAULT_TARGET = "smollm2-135m"
@@ -39,8 +42,10 @@ class LLM:
         drafter: str | Drafter | None = "auto",
         pilot: str | Pilot = "auto",
         config: EngineConfig | None = None,
+        costs: StepCosts | Path | None = None,
         progress: Progress | None = None,
     ) -> None:
+        """`costs`: what steps cost, for pilots that weigh them. None: remembered or measured when first needed."""
         self.config = config or EngineConfig()
         device, dtype = _resolve_device(self.config.device), getattr(torch, self.config.dtype)
         loaded = target if isinstance(target, LoadedTarget) else load_target(target, dtype, progress)
@@ -48,7 +53,7 @@ class LLM:
         self.device_type = device.type
         decoder.to(device=device, dtype=dtype).eval().requires_grad_(False)
         context_length = _resolve_context(self.config.context_length, decoder.config.context_length)
-        backend = choose_backend(self.config.linear_backend, device, dtype)
+        self.linear_backend = backend = choose_backend(self.config.linear_backend, device, dtype)
         self.drafter = build_drafter(
             shipped_drafter(loaded.name) if drafter == "auto" else drafter,
             decoder,
@@ -59,7 +64,6 @@ class LLM:
             backend=backend,
         )
         pack_linears(decoder, backend)
-        self.pilot = self._resolve_pilot(pilot)
         runner = TargetRunner(
             decoder, num_slots=self.config.num_slots, context_length=context_length, device=device, dtype=dtype
         )
@@ -72,6 +76,16 @@ class LLM:
             eos_token_ids=self.tokenizer.eos_token_ids or decoder.config.eos_token_ids,
         )
         self._mail: dict[int, deque[Update]] = {}  # open requests: news not yet handed to their caller
+        self._costs = read_profile(costs, profile_key(self)) if isinstance(costs, Path) else costs
+        self._pilots: dict[str, Pilot] = {}  # by name; requests start copies of their own
+        self.pilot = self._resolve_pilot(pilot)
+
+    @property
+    def costs(self) -> StepCosts:
+        """What steps cost on this machine; the first call may measure for a second or two."""
+        if self._costs is None:
+            self._costs = ensure_costs(self)
+        return self._costs
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a collection of texts too; the first match wins
@@ -141,7 +155,16 @@ class LLM:
     def _resolve_pilot(self, pilot: str | Pilot) -> Pilot:
         if not isinstance(pilot, str):
             return pilot
-        return load_pilot(pilot, has_drafter=self.drafter is not None, device_type=self.device_type)
+        if pilot not in self._pilots:
+            self._pilots[pilot] = load_pilot(
+                pilot,
+                has_drafter=self.drafter is not None,
+                target=self.target_name,
+                drafter=self.drafter.name if self.drafter else "",
+                max_block_size=self.drafter.max_block_size if self.drafter else None,
+                costs=lambda: self.costs,
+            )
+        return self._pilots[pilot]
 
     def _open(self, prompt_ids: list[int], params: SamplingParams, pilot: str | Pilot) -> int:
         request_id = self.engine.add_request(prompt_ids, params, self._resolve_pilot(pilot))

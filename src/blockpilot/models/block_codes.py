@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 BLOCK = 32
-GROUP = 64  # rows that the kernel takes side by side
+GROUP = 16  # rows that the kernel takes side by side
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def compile_kernels(num_threads: int) -> None:
 
 
 def _arrange(codes: BlockCodes) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:
-    """The kernel's order: groups of 64 rows, inside a group block by block, inside a block weight by weight."""
+    """The kernel's order: groups of 16 rows, inside a group block by block, inside a block weight by weight."""
     num_rows, num_blocks = codes.scales.shape
     padding = ((0, -num_rows % GROUP), (0, 0))
     quantized = np.pad(codes.codes, padding).reshape(-1, GROUP, num_blocks, BLOCK).transpose(0, 2, 3, 1)

@@ -17,12 +17,17 @@ class Shipped:
     sha256: str
 
 
-DRAFTERS = {
+DRAFTERS = {  # the first of a target is its default
     "smollm2-135m-dflash2": Shipped(
         target="smollm2-135m",
         num_bytes=26_740_792,
         sha256="1df502e3e3f8302d3a832534af4ad06774332060816c1406def4a5f2fc162eff",
-    )
+    ),
+    "smollm2-135m-eagle3": Shipped(
+        target="smollm2-135m",
+        num_bytes=13_653_928,
+        sha256="e0cd7b213e9f7796c574c99ff1356092d96a2f2f86ddbc4dd0efa49d686bfdc4",
+    ),
 }
 
 

@@ -8,10 +8,12 @@ our engine, in replay and inside other engines.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from blockpilot.core.candidates import Candidates
+
+if TYPE_CHECKING:
+    from torch import Tensor  # a pilot's name can be checked without PyTorch
 
 Nodes = list[tuple[int, int]]  # (parent index, token id), parents first; index 0 is the anchor
 
@@ -21,8 +23,8 @@ class PrefillState:
     """What the target knows of a request when its prompt has been read."""
 
     num_prompt_tokens: int
-    probabilities: Tensor  # [V] float32, of the first answer token, at temperature 1
-    hidden: Tensor  # [H], the last prompt token's final hidden state
+    probabilities: "Tensor"  # [V] float32, of the first answer token, at temperature 1
+    hidden: "Tensor"  # [H], the last prompt token's final hidden state
 
 
 @dataclass(frozen=True, kw_only=True)

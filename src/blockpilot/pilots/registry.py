@@ -1,24 +1,42 @@
 """From the text of `--pilot` to a pilot."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 from blockpilot.core.config import MAX_BLOCK_SIZE, MAX_TREE_NODES
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.base import Pilot
+from blockpilot.pilots.calibration import Calibration
+from blockpilot.pilots.cost_model import StepCosts
+from blockpilot.pilots.files import load_pilot_folder, read_card
 from blockpilot.pilots.fixed import FixedPilot, PlainPilot, TreePilot
+from blockpilot.pilots.step import StepPilot
 
-KNOWN = f"ar, fixed:B (B from 1 to {MAX_BLOCK_SIZE}), tree:N or tree:N@B (N nodes, N to {MAX_TREE_NODES}), auto"
+KNOWN = (
+    f"ar, fixed:B (B from 1 to {MAX_BLOCK_SIZE}), tree:N or tree:N@B (N nodes, N to {MAX_TREE_NODES}), step, "
+    "chain-step, prefill:PATH, auto, or the path of a pilot folder"
+)
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 
-AUTO_PILOTS = {"cpu": TreePilot(3, draft_size=4)}  # the fastest on calibration prompts: benchmarks/pair_speed.py
-AUTO_ELSEWHERE = TreePilot(15)  # where a wide verify costs hardly more than a plain step
+def load_pilot(
+    spec: str,
+    *,
+    has_drafter: bool = True,
+    target: str = "",
+    drafter: str = "",
+    max_block_size: int | None = None,
+    costs: Callable[[], StepCosts] = StepCosts.linear,
+) -> Pilot:
+    """A pilot by name, for a pair of target and drafter.
 
-
-def load_pilot(spec: str, *, has_drafter: bool = True, device_type: str = "cpu") -> Pilot:
-    """A pilot by name. `auto` is plain decoding without a drafter, and a small fixed tree for the device with one."""
+    `costs` is called only by pilots that weigh steps; without it they assume a load that makes wide checks cheap.
+    """
     kind, _, argument = spec.partition(":")
-    if spec == "auto":
-        return AUTO_PILOTS.get(device_type, AUTO_ELSEWHERE) if has_drafter else PlainPilot()
-    if spec == "ar":
+    if spec == "ar" or (spec == "auto" and not has_drafter):
         return PlainPilot()
+    if spec in ("auto", "step", "chain-step"):
+        return _adaptive_pilot(spec, shipped_pilot(target, drafter), max_block_size, costs)
     if kind == "fixed":
         size = _parse_size(spec, argument, MAX_BLOCK_SIZE)
         return FixedPilot(size) if size > 1 else PlainPilot()
@@ -26,7 +44,38 @@ def load_pilot(spec: str, *, has_drafter: bool = True, device_type: str = "cpu")
         nodes, _, draft = argument.partition("@")
         draft_size = _parse_size(spec, draft, MAX_BLOCK_SIZE) if draft else None
         return TreePilot(_parse_size(spec, nodes, MAX_TREE_NODES), draft_size)
+    if kind == "prefill" and argument:
+        return _pilot_of_kind("prefill", spec, Path(argument).expanduser(), max_block_size, costs)
+    if spec and Path(spec).expanduser().is_dir():
+        return _pilot_of_kind(None, spec, Path(spec).expanduser(), max_block_size, costs)
     raise InputError(f"unknown pilot {spec!r}; known: {KNOWN}")
+
+
+def shipped_pilot(target: str, drafter: str) -> Path | None:
+    """The folder of the pilot that ships for a pair, if there is one."""
+    if Path(target).name != target:
+        return None
+    folder = ASSETS / f"{target}-pilot"
+    return folder if (folder / "pilot.json").is_file() and read_card(folder).drafter == drafter else None
+
+
+def _adaptive_pilot(
+    spec: str, folder: Path | None, max_block_size: int | None, costs: Callable[[], StepCosts]
+) -> Pilot:
+    """Fitted where a pilot ships for the pair; else the drafter's scores are taken at their word."""
+    is_chain = spec == "chain-step"
+    if folder is None:
+        return StepPilot(Calibration.identity(), costs(), is_chain=is_chain, label=spec)
+    return load_pilot_folder(folder, costs, is_chain=is_chain, max_block_size=max_block_size, name=spec)
+
+
+def _pilot_of_kind(
+    kind: str | None, spec: str, folder: Path, max_block_size: int | None, costs: Callable[[], StepCosts]
+) -> Pilot:
+    found = read_card(folder).kind
+    if kind is not None and found != kind:
+        raise InputError(f"pilot {spec!r}: the folder holds a pilot of kind {found!r}, not {kind!r}")
+    return load_pilot_folder(folder, costs, max_block_size=max_block_size, name=spec)
 
 
 def _parse_size(spec: str, argument: str, limit: int) -> int:

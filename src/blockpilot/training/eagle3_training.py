@@ -29,6 +29,7 @@ class Eagle3Training:
         held_out: ResponseSet | None,
         width: int,
     ) -> None:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass died under these masks (PyTorch 2.11, H200)
         self.model, self.decoder, self.num_unrolled = model, decoder, num_unrolled
         self.held_out, self.width = held_out, width
         model.draft_token_ids = model.draft_token_ids.to(decoder.lm_head.weight.device)

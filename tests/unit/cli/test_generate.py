@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -41,8 +42,8 @@ class FakeLLM:
     emitted: tuple[int, ...] = (3, 1)
     made: list["FakeLLM"]
 
-    def __init__(self, target, *, drafter, pilot, config, progress):
-        self.target_name, self.config = target, config
+    def __init__(self, target, *, drafter, pilot, config, costs, progress):
+        self.target_name, self.config, self.costs = target, config, costs
         self.drafter = SimpleNamespace(name=drafter) if drafter else None
         self.pilot = SimpleNamespace(name="ar" if pilot == "auto" else pilot)
         self.is_closed = False
@@ -126,8 +127,10 @@ def test_no_note_when_the_choice_was_explicit(words, capsys):
 
 def test_flags_reach_the_engine(fake_llm):
     flags = "--max-new-tokens 9 --temperature 0.5 --top-p 0.9 --top-k 3 --seed 2 --stop a --stop b --raw"
-    assert main(["generate", "Hi", *flags.split(), "--dtype", "bfloat16", "--context-length", "99"]) == 0
+    flags += " --dtype bfloat16 --context-length 99 --profile costs.json"
+    assert main(["generate", "Hi", *flags.split()]) == 0
     (made,) = fake_llm.made
+    assert made.costs == Path("costs.json")
     params = made.params
     assert (params.max_new_tokens, params.temperature, params.top_p, params.top_k) == (9, 0.5, 0.9, 3)
     assert (params.seed, params.stop, made.is_raw) == (2, ("a", "b"), True)

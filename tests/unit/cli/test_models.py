@@ -42,7 +42,10 @@ def test_list_as_json(capsys):
     assert main(["models", "list", "--json"]) == 0
     first, *shipped = json.loads(capsys.readouterr().out)["models"]
     assert first == ROW
-    assert [(row["name"], row["kind"], row["cached"]) for row in shipped] == [("smollm2-135m-dflash2", "drafter", True)]
+    assert [(row["name"], row["kind"], row["cached"]) for row in shipped] == [
+        ("smollm2-135m-dflash2", "drafter", True),
+        ("smollm2-135m-eagle3", "drafter", True),
+    ]
     assert all(set(row) == set(ROW) for row in shipped)
 
 

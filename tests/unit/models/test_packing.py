@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.packing import MkldnnLinear, choose_backend, pack_linear, pack_linears
+from blockpilot.models.packing import MkldnnLinear, choose_backend, pack_linear, pack_linears, quantize_linears
 from tests.support import decoder_logits
 from tests.tiny import ARCHITECTURES, make_decoder
 
@@ -63,3 +63,17 @@ def test_plain_is_plain_where_the_fast_path_exists() -> None:
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(InputError, match=r"'magic'; known: auto, blocks, mkldnn, plain"):
         choose_backend("magic", CPU, torch.float32)
+
+
+def test_a_rounded_layer_multiplies_few_and_many_tokens_by_the_same_numbers() -> None:
+    """Else what is drafted would depend on how many tokens share a pass, and no replay could follow it."""
+    pytest.importorskip("numba")
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 70, bias=False))
+    before = layers[0].weight.detach().clone()
+    quantize_linears(layers)
+    pack_linears(layers, "blocks")
+    x = torch.randn(33, 64)
+    many = layers(x)
+    torch.testing.assert_close(torch.cat([layers(x[i : i + 1]) for i in range(33)]), many, rtol=1e-5, atol=1e-5)
+    assert (many - x @ before.T).abs().max() > 1e-4, "nothing was rounded"

@@ -16,6 +16,7 @@ def test_every_shipped_drafter_is_whole_and_has_a_card() -> None:
         folder = shipped.verify_shipped(row["name"])
         assert (folder / "model.safetensors").stat().st_size == row["bytes"] <= 28_000_000
         assert (folder / "README.md").is_file()
+    assert sum(row["bytes"] for row in shipped.list_shipped()) < 48_000_000
 
 
 def test_the_default_target_has_one() -> None:

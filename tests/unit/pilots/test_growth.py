@@ -5,10 +5,18 @@ from itertools import product
 import numpy as np
 import pytest
 
-from blockpilot.core.candidates import Candidates
+from blockpilot.core.candidates import Candidates, ProposedTree
 from blockpilot.core.tree import DraftTree
 from blockpilot.pilots.base import Nodes
-from blockpilot.pilots.growth import grow_chain, grow_tree
+from blockpilot.pilots.growth import (
+    best_first,
+    grow_by_cost,
+    grow_chain,
+    grow_tree,
+    likeliest_chain,
+    proposed_chain,
+    proposed_nodes,
+)
 
 POSITIONS, WIDTH = 4, 3
 TOKEN_IDS = np.arange(POSITIONS * WIDTH, dtype=np.int64).reshape(POSITIONS, WIDTH) + 100
@@ -90,3 +98,56 @@ def test_chain_depends_on_the_parent_and_not_only_on_marginals() -> None:
 def test_no_candidates_no_nodes() -> None:
     empty = Candidates(np.zeros((0, 1), dtype=np.int64), np.zeros((0, 1), dtype=np.float32))
     assert grow_chain(empty, 8) == grow_tree(empty, 8) == []
+
+
+def random_costs(seed: int, count: int) -> list[float]:
+    """Rising, with stairs and plateaus."""
+    random = np.random.default_rng(seed)
+    rises = random.choice([0.0, 0.01, 0.05, 0.3], size=count) * random.random(count)
+    return (1 + np.concatenate([[0], rises.cumsum()])).tolist()
+
+
+def best_rate(probabilities: list[float], costs: list[float]) -> float:
+    expected = np.concatenate([[1], 1 + np.cumsum(probabilities)])
+    return max(float(e / c) for e, c in zip(expected, costs, strict=False))
+
+
+@pytest.mark.parametrize("is_chain", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_growth_by_cost_finds_the_best_rate_of_all(seed: int, is_chain: bool) -> None:
+    candidates = random_candidates(seed, is_pairwise=True)
+    assert candidates.first is not None and candidates.pairwise is not None
+    given = (np.exp(candidates.first), np.exp(candidates.pairwise), candidates.token_ids)
+    make = likeliest_chain if is_chain else best_first
+    costs = random_costs(seed, 40)
+    growth = grow_by_cost(make(*given), costs)
+    every = [probability for probability, _, _ in make(*given)]
+    assert (1 + growth.promised) / costs[len(growth.nodes)] == pytest.approx(best_rate(every[:40], costs))
+    chosen = (grow_chain if is_chain else grow_tree)(candidates, len(growth.nodes))
+    assert growth.nodes == chosen
+    assert growth.depth == max((len(path) for path in paths_of(chosen)), default=0)
+
+
+def test_growth_by_cost_ends_early_where_nothing_can_win() -> None:
+    taken = 0
+
+    def stream():
+        nonlocal taken
+        for place in range(100):
+            taken += 1
+            yield 0.5 ** (place + 1), place, 7
+
+    growth = grow_by_cost(stream(), [1 + 0.1 * n for n in range(64)])
+    assert 1 <= len(growth.nodes) < taken < 10
+    assert grow_by_cost(stream(), [1.0, 3.0, 5.0]).nodes == [], "nothing is worth twice a plain step"
+    assert len(grow_by_cost(stream(), [1.0] * 31).nodes) == 30, "for free, everything is"
+    assert len(grow_by_cost(stream(), [1 + 0.1 * n for n in range(64)], trust=0.3).nodes) == 1 < len(growth.nodes)
+
+
+def test_a_drafters_own_tree_is_pruned_by_value() -> None:
+    log_probs = np.log(np.array([0.6, 0.3, 0.5, 0.9, 0.2], dtype=np.float32))
+    tree = ProposedTree(np.array([0, 0, 1, 2, 3]), np.array([10, 11, 12, 13, 14]), log_probs)
+    growth = grow_by_cost(proposed_nodes(tree), [1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
+    assert growth.nodes == [(0, 10), (0, 11), (1, 12), (2, 13)]  # 0.6, 0.3, 0.3, 0.27; 0.06 does not pay
+    assert growth.promised == pytest.approx(0.6 + 0.3 + 0.3 + 0.27)
+    assert [node for _, *node in proposed_chain(tree)] == [[0, 10], [1, 12], [2, 14]]

@@ -1,0 +1,115 @@
+"""What steps cost on this machine: measured once, then remembered by machine, pair, dtype, backend and threads."""
+
+import hashlib
+import json
+import logging
+import platform
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from blockpilot import __version__
+from blockpilot.core.config import cache_dir
+from blockpilot.core.errors import BlockPilotError, InputError
+from blockpilot.core.files import write_text
+from blockpilot.engine.step_timing import ProfilePlan, time_steps
+from blockpilot.pilots.cost_model import StepCosts
+
+if TYPE_CHECKING:
+    from blockpilot.engine.llm import LLM
+
+logger = logging.getLogger(__name__)
+MAX_ERROR = 0.3  # leave-one-out; a quick measurement beyond it was disturbed
+IDENTITY = ("target", "shape", "drafter", "device", "dtype", "backend", "num_threads")
+
+
+def ensure_costs(llm: "LLM") -> StepCosts:
+    """This machine's costs: remembered, or measured quickly and remembered."""
+    key = profile_key(llm)
+    known = load_profile(key)
+    if known is not None:
+        return known
+    plan = ProfilePlan.quick(contexts=(min(256, llm.engine.context_length // 2),))
+    costs = measure(llm, plan)
+    if costs.key["num_rounds"] < plan.num_rounds or costs.fit_error.leave_one_out > MAX_ERROR:
+        logger.warning("step costs are uncertain because the machine is busy; they are not remembered")
+        return costs
+    return remember(costs)
+
+
+def measure(llm: "LLM", plan: ProfilePlan) -> StepCosts:
+    facts = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "is_quick": plan.is_quick}
+    return time_steps(llm, plan, profile_key(llm) | facts)
+
+
+def profile_key(llm: "LLM") -> dict[str, Any]:
+    """What a profile depends on."""
+    config = llm.engine.runner.decoder.config
+    return {
+        "target": llm.target_name,
+        "shape": f"{config.num_layers} x {config.hidden_size}",
+        "drafter": llm.drafter.name if llm.drafter else None,
+        "device": _device_name(llm.engine.runner.device),
+        "dtype": llm.config.dtype,
+        "backend": llm.linear_backend,
+        "num_threads": torch.get_num_threads(),
+        "version": __version__,
+    }
+
+
+def profile_path(key: dict[str, Any]) -> Path:
+    named = {name: key.get(name) for name in (*IDENTITY, "version")}
+    digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:12]
+    slug = re.sub(r"[^a-zA-Z0-9.]+", "-", Path(str(key["target"])).name).strip("-")
+    return cache_dir() / "profiles" / f"{slug}-{digest}.json"
+
+
+def load_profile(key: dict[str, Any]) -> StepCosts | None:
+    """The remembered costs; None where there are none, or a file that cannot be read or is not what its name says."""
+    path = profile_path(key)
+    try:
+        costs = read_profile(path)
+    except InputError as error:
+        if path.exists():
+            logger.info("measuring again: %s", error)
+        return None
+    return costs if all(costs.key.get(name) == key[name] for name in (*IDENTITY, "version")) else None
+
+
+def read_profile(path: Path, key: dict[str, Any] | None = None) -> StepCosts:
+    """Costs from a file that the user named. With `key`, those of another machine or pair are refused."""
+    try:
+        costs = StepCosts.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"{path} is no profile: {getattr(error, 'strerror', None) or error}") from error
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    for name in IDENTITY if key else ():
+        if costs.key.get(name) != (key or {})[name]:
+            raise InputError(
+                f"{path} is stale: it was measured with {name} {costs.key.get(name)!r}, and this is "
+                f"{(key or {})[name]!r}; measure again with `blockpilot profile`"
+            )
+    return costs
+
+
+def remember(costs: StepCosts) -> StepCosts:
+    """Write the costs where `load_profile` looks. A cache that cannot be written costs time, not the answer."""
+    try:
+        write_text(profile_path(dict(costs.key)), json.dumps(costs.to_dict(), indent=1) + "\n")
+    except BlockPilotError as error:
+        logger.warning("the profile is not remembered: %s", error)
+    return costs
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

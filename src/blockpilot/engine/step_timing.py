@@ -1,0 +1,208 @@
+"""Times drafts and checks with the engine's own objects.
+
+Slots are filled with random tokens; then drafts of several sizes and checks of several widths run in turns, in a new
+order every round, so that drift hits all alike. Nothing is kept of a pass, so the context stays as long as it is.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from blockpilot.core.config import MAX_TREE_NODES
+from blockpilot.core.errors import InputError
+from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.core.tree import DraftTree
+from blockpilot.decoding.drafter import DraftRequest, Observation
+from blockpilot.pilots.cost_model import CostPoint, StepCosts
+
+if TYPE_CHECKING:
+    from blockpilot.engine.llm import LLM
+
+NUM_CANDIDATES = 8
+NUM_OBSERVED = 3  # tokens a drafted step keeps, for the overhead
+Passes = dict[tuple[str, int], Callable[[], object]]  # ("draft" or "verify", tokens per request) -> run it once
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilePlan:
+    draft_sizes: tuple[int, ...] = (2, 4, 6, 8, 12, 16, 24, 32)
+    verify_totals: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)  # tokens of all requests together
+    batch_sizes: tuple[int, ...] = (1,)
+    contexts: tuple[int, ...] = (256,)
+    num_rounds: int = 9
+    budget_seconds: float = 20.0  # rounds end early when it is spent; every pass runs at least once
+    is_quick: bool = False
+
+    @classmethod
+    def quick(cls, batch_sizes: tuple[int, ...] = (1,), contexts: tuple[int, ...] = (256,)) -> "ProfilePlan":
+        """A second or two on the default CPU pair."""
+        return cls(
+            draft_sizes=(4, 8, 16),
+            verify_totals=(1, 2, 4, 8, 10, 16, 32),
+            batch_sizes=batch_sizes,
+            contexts=contexts,
+            num_rounds=3,
+            budget_seconds=3.0,
+            is_quick=True,
+        )
+
+
+def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any]) -> StepCosts:
+    """Time the plan's passes and name the result. Needs as many free slots as the largest batch."""
+    _check_plan(llm, plan)
+    places = [(size, context) for size in plan.batch_sizes for context in plan.contexts]
+    drafts: list[CostPoint] = []
+    checks: list[CostPoint] = []
+    overheads: list[float] = []
+    num_rounds = plan.num_rounds
+    for index, (batch_size, context) in enumerate(places):
+        with _filled_slots(llm, batch_size, context) as bench:
+            passes = bench.passes(plan, with_drafts=context == plan.contexts[0])
+            times = _time_rounds(passes, plan.num_rounds, plan.budget_seconds / len(places))
+            num_rounds = min(num_rounds, *map(len, times.values()))
+            for (kind, tokens), values in times.items():
+                (drafts if kind == "draft" else checks).append(_point(values, tokens, batch_size, context))
+            if index == 0:
+                overheads = [bench.overhead() for _ in range(3)]
+    return StepCosts(tuple(drafts), tuple(checks), float(np.median(overheads)), {**key, "num_rounds": num_rounds})
+
+
+class _Bench:
+    """Slots of one engine, filled to one context length."""
+
+    def __init__(self, llm: "LLM", slots: list[int], context: int) -> None:
+        self.runner, self.drafter, self.slots, self.context = llm.engine.runner, llm.drafter, slots, context
+        self.tap_layers = self.drafter.tap_layers if self.drafter else ()
+        self.vocab_size = self.runner.decoder.config.vocab_size
+        self.random = random.Random(0)
+
+    def fill(self, token_budget: int) -> None:
+        for slot in self.slots:
+            for start in range(0, self.context, token_budget):
+                token_ids = self._tokens(min(token_budget, self.context - start))
+                self._observe([(slot, token_ids)], self.runner.prefill([(slot, token_ids)], self.tap_layers).taps)
+
+    def passes(self, plan: ProfilePlan, *, with_drafts: bool) -> Passes:
+        found: Passes = {}
+        for total in plan.verify_totals:
+            if total % len(self.slots) == 0:
+                tokens = total // len(self.slots)
+                found["verify", tokens] = lambda tokens=tokens: self.verify(tokens)  # type: ignore[misc]
+        if self.drafter is not None and with_drafts:
+            limit = self.drafter.max_block_size
+            for size in sorted({min(size, limit) for size in plan.draft_sizes}):
+                found["draft", size] = lambda size=size: self.draft(size)  # type: ignore[misc]
+        return found
+
+    def draft(self, block_size: int) -> None:
+        assert self.drafter is not None
+        requests = [
+            DraftRequest(
+                slot=slot,
+                anchor_id=self._tokens(1)[0],
+                position=self.context,
+                block_size=block_size,
+                num_candidates=NUM_CANDIDATES,
+                params=SamplingParams(),
+            )
+            for slot in self.slots
+        ]
+        self.drafter.propose(requests)
+
+    def verify(self, tokens: int) -> None:
+        trees = [(slot, DraftTree.chain(1, self._tokens(tokens - 1))) for slot in self.slots]
+        self.runner.verify(trees, self.tap_layers).logits.argmax(dim=-1).tolist()
+        for slot in self.slots:
+            self.runner.cache.keep(slot, [])
+
+    def overhead(self) -> float:
+        """Milliseconds of keeping a path and showing it to the drafter; the context grows."""
+        chains = [(slot, self._tokens(NUM_OBSERVED)) for slot in self.slots]
+        trees = [(slot, DraftTree.chain(token_ids[0], token_ids[1:])) for slot, token_ids in chains]
+        taps = self.runner.verify(trees, self.tap_layers).taps
+
+        def rest() -> None:
+            for slot, token_ids in chains:
+                self.runner.cache.keep(slot, range(len(token_ids)))
+            self._observe(chains, taps)
+
+        return _time(rest)
+
+    def _observe(self, chunks: Sequence[tuple[int, list[int]]], taps: torch.Tensor | None) -> None:
+        if self.drafter is None:
+            return
+        observations, start = [], 0
+        for slot, token_ids in chunks:
+            rows = None if taps is None else taps[start : start + len(token_ids)]
+            observations.append(Observation(slot, token_ids, rows))
+            start += len(token_ids)
+        self.drafter.observe(observations)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(self.vocab_size) for _ in range(count)]
+
+
+@contextmanager
+def _filled_slots(llm: "LLM", batch_size: int, context: int) -> Iterator[_Bench]:
+    cache = llm.engine.runner.cache
+    if cache.num_free < batch_size:
+        raise InputError(
+            f"measuring a batch of {batch_size} needs as many free slots, and {cache.num_free} are free: "
+            "measure before requests are opened, or give the engine more slots"
+        )
+    slots = [cache.reserve() for _ in range(batch_size)]
+    try:
+        bench = _Bench(llm, slots, context)
+        bench.fill(llm.config.token_budget)
+        yield bench
+    finally:
+        for slot in slots:
+            cache.free(slot)
+            if llm.drafter:
+                llm.drafter.forget(slot)
+
+
+def _time_rounds(passes: Passes, num_rounds: int, budget_seconds: float) -> dict[tuple[str, int], list[float]]:
+    """Repeated times of every pass. The first of each only warms up, unless there was no time for a second."""
+    deadline = time.perf_counter() + budget_seconds
+    shuffle = random.Random(0)
+    times = {name: [_time(run)] for name, run in passes.items()}  # kernels are compiled, shapes prepared at first use
+    for _ in range(num_rounds):
+        for name in shuffle.sample(list(passes), len(passes)):
+            if time.perf_counter() < deadline:
+                times[name].append(_time(passes[name]))
+    return {name: values[1:] or values for name, values in times.items()}
+
+
+def _time(run: Callable[[], object]) -> float:
+    _wait_for_device()
+    started = time.perf_counter()
+    run()
+    _wait_for_device()
+    return 1e3 * (time.perf_counter() - started)
+
+
+def _wait_for_device() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _point(values: list[float], tokens: int, batch_size: int, context: int) -> CostPoint:
+    low, median, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    return CostPoint(tokens, median, batch_size, context, (high - low) / 2 / max(median, 1e-9))
+
+
+def _check_plan(llm: "LLM", plan: ProfilePlan) -> None:
+    limit = llm.engine.context_length - min(llm.engine.context_length // 2, MAX_TREE_NODES)
+    if max(plan.contexts) > limit:
+        raise InputError(f"a context of {max(plan.contexts)} leaves no room: this target is measured up to {limit}")
+    if max(plan.batch_sizes) > llm.config.num_slots:
+        raise InputError(
+            f"a batch of {max(plan.batch_sizes)} needs as many slots; this engine has {llm.config.num_slots}"
+        )

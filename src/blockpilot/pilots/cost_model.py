@@ -1,0 +1,238 @@
+"""What a step costs, in milliseconds: measured points, made monotone and continued between and beyond them.
+
+A speculative step takes draft + verify + overhead; `verify_ms(1)` is a plain step. What a pass costs depends on the
+tokens of all requests together, on how many requests they belong to, and on the context that each must look at:
+
+    ms = curve of the batch size (total tokens) + (per_request * batch size + per_token * total tokens) * context
+
+Each curve is the isotonic fit of its measured points (more tokens never cost less), straight between them and beyond.
+Between measured batch sizes curves are mixed linearly. `StepCosts.linear` makes the same object for a load that is only
+imagined.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockpilot.core.config import MAX_TREE_NODES
+from blockpilot.core.errors import InputError
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CostPoint:
+    """The median time of one kind of pass."""
+
+    tokens: int  # per request: the block size of a draft; anchor and nodes of a verify
+    ms: float
+    batch_size: int = 1
+    context_length: int = 0
+    spread: float = 0.0  # half the interquartile range of the repeats, over their median
+
+    @property
+    def total(self) -> int:
+        return self.tokens * self.batch_size
+
+
+@dataclass(frozen=True)
+class FitError:
+    """How far to trust the table, as shares of the milliseconds."""
+
+    leave_one_out: float  # mean over inner points, each predicted from the others
+    worst: float  # the largest of these
+    spread: float  # mean spread of repeated measures
+
+
+class CostSurface:
+    """Milliseconds over tokens per request, batch size and context length."""
+
+    def __init__(self, points: Sequence[CostPoint]) -> None:
+        self.points = points
+        self.per_request, self.per_token = _context_slopes(points)
+        self.curves = {
+            size: _Curve(
+                [point.total for point in points if point.batch_size == size],
+                [max(point.ms - self._context_ms(point), 0.0) for point in points if point.batch_size == size],
+            )
+            for size in sorted({point.batch_size for point in points})
+        }
+        self._rows: dict[int, Values] = {}
+
+    def row(self, num_tokens: int, batch_size: int, context_length: int) -> Values:
+        """Milliseconds [num_tokens] of 1 .. num_tokens tokens per request; do not write into it."""
+        base = self._base_row(num_tokens, batch_size)[:num_tokens]
+        if not self.per_request and not self.per_token:
+            return base
+        weight = batch_size * context_length
+        return base + weight * (self.per_request + self.per_token * np.arange(1, num_tokens + 1))
+
+    def at(self, tokens: int, batch_size: int, context_length: int) -> float:
+        base = float(self._base_row(tokens, batch_size)[tokens - 1])
+        return base + batch_size * context_length * (self.per_request + self.per_token * tokens)
+
+    def leave_one_out(self) -> list[float]:
+        """The relative error at every inner point when its curve is fitted to the others."""
+        return [error for curve in self.curves.values() for error in curve.leave_one_out()]
+
+    def _context_ms(self, point: CostPoint) -> float:
+        return point.context_length * (self.per_request * point.batch_size + self.per_token * point.total)
+
+    def _base_row(self, num_tokens: int, batch_size: int) -> Values:
+        """Context apart, and at least as long as asked for: pilots come back at every step."""
+        row = self._rows.get(batch_size)
+        if row is None or len(row) < num_tokens:
+            totals = batch_size * np.arange(1.0, max(num_tokens, MAX_TREE_NODES + 1) + 1)
+            row = self._rows[batch_size] = self._mix(totals, batch_size)
+        return row
+
+    def _mix(self, totals: Values, batch_size: int) -> Values:
+        if not self.curves:
+            return np.zeros_like(totals)
+        sizes = list(self.curves)
+        below = max((size for size in sizes if size <= batch_size), default=sizes[0])
+        above = min((size for size in sizes if size >= batch_size), default=sizes[-1])
+        low = self.curves[below](totals)
+        if above == below:
+            return low
+        high = np.maximum(self.curves[above](totals), low)
+        return low + (high - low) * (batch_size - below) / (above - below)
+
+
+class _Curve:
+    """An increasing line through measured points."""
+
+    def __init__(self, totals: Sequence[float], ms: Sequence[float]) -> None:
+        self.x, places = np.unique(np.array(totals, dtype=np.float64), return_inverse=True)
+        counts = np.bincount(places)
+        self.measured: Values = np.bincount(places, weights=ms) / counts
+        self.y = isotonic(self.measured, counts)
+        first, last = min(1, len(self.x) - 1), max(len(self.x) - 3, 0)  # two segments: one may be a plateau of noise
+        self.slope_below = _slope(self.x, self.y, 0, first)
+        self.slope_above = _slope(self.x, self.y, last, len(self.x) - 1)
+
+    def __call__(self, totals: Values) -> Values:
+        inner = np.interp(totals, self.x, self.y)
+        beyond = self.slope_above * np.maximum(totals - self.x[-1], 0)
+        before = self.slope_below * np.maximum(self.x[0] - totals, 0)
+        result: Values = np.maximum(inner + beyond - before, 0)
+        return result
+
+    def leave_one_out(self) -> list[float]:
+        errors = []
+        for index in range(1, len(self.x) - 1):
+            others = _Curve(np.delete(self.x, index).tolist(), np.delete(self.measured, index).tolist())
+            guess = float(others(self.x[index : index + 1])[0])
+            errors.append(abs(guess - self.measured[index]) / max(self.measured[index], 1e-9))
+        return errors
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    draft: tuple[CostPoint, ...] = ()
+    verify: tuple[CostPoint, ...] = ()
+    overhead_ms: float = 0.0  # the rest of a step: commit, and the drafter's look at what was kept
+    key: Mapping[str, Any] = field(default_factory=dict, compare=False)  # of what, and where it was measured
+
+    def __post_init__(self) -> None:
+        points = (*self.draft, *self.verify)
+        numbers = [self.overhead_ms, *(point.ms for point in points)]
+        if not self.verify or not all(np.isfinite(number) and number >= 0 for number in numbers):
+            raise InputError("step costs need at least one verify point, and milliseconds that are not negative")
+        if any(min(point.tokens, point.batch_size) < 1 or point.context_length < 0 for point in points):
+            raise InputError("step costs: a point needs at least one token and one request")
+
+    @classmethod
+    def linear(cls, draft: float = 0.15, fixed: float = 1.0, slope: float = 0.02) -> "StepCosts":
+        """An imagined load: draft + fixed + slope * drafted tokens checked. With fixed = 1 the unit is a plain step."""
+        return cls((CostPoint(2, draft),), (CostPoint(1, fixed), CostPoint(2, fixed + slope)))
+
+    def draft_ms(self, block_size: int, batch_size: int = 1) -> float:
+        return self._draft.at(block_size, batch_size, 0) if block_size > 1 else 0.0
+
+    def verify_ms(self, tokens: int, batch_size: int = 1, context_length: int = 256) -> float:
+        """A target pass over `tokens` per request, the anchor among them."""
+        return self._verify.at(tokens, batch_size, context_length)
+
+    def verify_row(self, num_tokens: int, batch_size: int = 1, context_length: int = 256) -> Values:
+        """`verify_ms` [num_tokens] of 1 .. num_tokens tokens."""
+        return self._verify.row(num_tokens, batch_size, context_length)
+
+    def step_ms(self, block_size: int, tokens: int, batch_size: int = 1, context_length: int = 256) -> float:
+        """A whole step. One that does not draft (block size 0 or 1) still has the overhead if a drafter looks on."""
+        passes = self.draft_ms(block_size, batch_size) + self.verify_ms(tokens, batch_size, context_length)
+        return passes + self.overhead_ms
+
+    @cached_property
+    def fit_error(self) -> FitError:
+        errors = self._draft.leave_one_out() + self._verify.leave_one_out()
+        spreads = [point.spread for point in (*self.draft, *self.verify)]
+        return FitError(float(np.mean(errors or [0.0])), float(max(errors, default=0.0)), float(np.mean(spreads)))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "key": dict(self.key),
+            "overhead_ms": self.overhead_ms,
+            "draft": [asdict(point) for point in self.draft],
+            "verify": [asdict(point) for point in self.verify],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "StepCosts":
+        try:
+            if unknown := set(values) - {"key", "overhead_ms", "draft", "verify"}:
+                raise InputError(f"step costs: unknown field {sorted(unknown)[0]!r}")
+            draft, verify = (tuple(CostPoint(**point) for point in values[name]) for name in ("draft", "verify"))
+            return cls(draft, verify, float(values["overhead_ms"]), dict(values["key"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"these are no step costs: {error}") from error
+
+    @cached_property
+    def _draft(self) -> CostSurface:
+        return CostSurface(self.draft)
+
+    @cached_property
+    def _verify(self) -> CostSurface:
+        return CostSurface(self.verify)
+
+
+def isotonic(values: Values, weights: Iterable[float]) -> Values:
+    """The increasing sequence nearest to `values`: neighbours in the wrong order are replaced by their mean."""
+    blocks: list[tuple[float, float, int]] = []  # (mean, weight, how many)
+    for value, weight in zip(values.tolist(), weights, strict=True):
+        mean, total, count = value, float(weight), 1
+        while blocks and blocks[-1][0] > mean:
+            before, other, size = blocks.pop()
+            mean = (before * other + mean * total) / (other + total)
+            total, count = total + other, count + size
+        blocks.append((mean, total, count))
+    return np.repeat([mean for mean, _, _ in blocks], [count for _, _, count in blocks])
+
+
+def _slope(x: Values, y: Values, start: int, end: int) -> float:
+    return float((y[end] - y[start]) / (x[end] - x[start])) if end > start else 0.0
+
+
+def _context_slopes(points: Sequence[CostPoint]) -> tuple[float, float]:
+    """Milliseconds per context token of (each request, each token), from points that differ in context alone."""
+    rows, targets = [], []
+    for size, total in {(point.batch_size, point.total) for point in points}:
+        group = [point for point in points if (point.batch_size, point.total) == (size, total)]
+        mean_context = np.mean([point.context_length for point in group])
+        mean_ms = np.mean([point.ms for point in group])
+        for point in group:
+            rows.append(np.array([size, total]) * (point.context_length - mean_context))
+            targets.append(point.ms - mean_ms)
+    matrix, target = np.array(rows).reshape(-1, 2), np.array(targets)
+    if not matrix.any():
+        return 0.0, 0.0
+    both = np.linalg.lstsq(matrix, target, rcond=None)[0]
+    if both.min() >= 0:
+        return float(both[0]), float(both[1])
+    alone = [max(float(column @ target) / max(float(column @ column), 1e-12), 0.0) for column in matrix.T]
+    errors = [float(((matrix[:, i] * alone[i] - target) ** 2).sum()) for i in range(2)]
+    return (alone[0], 0.0) if errors[0] <= errors[1] else (0.0, alone[1])

@@ -1,0 +1,241 @@
+"""Fitting pilots to traces: plain arrays in, what a pilot stores out.
+
+    fit_calibration   from a drafter's scores to probabilities, on the paths that are right
+    fit_forecast      what the next draft brings, from walks through the answers with the pilot's own memory
+    train_prefill     the seed paper's network
+
+PyTorch is imported inside functions: reading a fitted pilot does not need it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockpilot.core.candidates import Candidates, FloatArray
+from blockpilot.pilots.calibration import IDENTITY, Calibration, feature_rows
+from blockpilot.pilots.forecast import FEATURES, HEAD, Forecast, Recent
+from blockpilot.pilots.growth import best_first, likeliest_chain
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from blockpilot.pilots.prefill import PrefillConfig, PrefillNetwork
+
+ABSENT = 255  # true rank of a token that is not among the candidates
+WALK_NODES = 8  # nodes a walk checks per step, about as many as pay on common machines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafts:
+    """What a drafter offered at one draft size, at every anchor of many answers, one answer after the other."""
+
+    log_probs: NDArray[np.floating[Any]]  # [N, D, K]
+    true_ranks: NDArray[np.uint8]  # [N, D], of the answer's own token
+    starts: Sequence[int]  # where each answer's anchors begin
+    first: NDArray[np.floating[Any]] | None = None  # [N, K]
+    pairwise: NDArray[np.floating[Any]] | None = None  # [N, D-1, K, K]
+
+    def __len__(self) -> int:
+        return len(self.true_ranks)
+
+    def candidates(self, anchor: int) -> Candidates:
+        """Token ids are ranks."""
+        log_probs = self.log_probs[anchor].astype(np.float32)
+        ids = np.broadcast_to(np.arange(log_probs.shape[1]), log_probs.shape)
+        if self.first is None or self.pairwise is None:
+            return Candidates(ids, log_probs)
+        return Candidates(
+            ids, log_probs, self.first[anchor].astype(np.float32), self.pairwise[anchor].astype(np.float32)
+        )
+
+
+def fit_calibration(drafts: Sequence[Drafts], *, l2: float = 1e-3, max_rows: int = 400_000) -> Calibration:
+    """One model for all draft sizes: weights shared by all depths plus what is special at each, kept small by `l2`."""
+    parts = [calibration_rows(one) for one in drafts]
+    features, hits, depths = (np.concatenate([part[index] for part in parts]) for index in range(3))
+    if len(hits) > max_rows:
+        kept = np.random.default_rng(0).choice(len(hits), max_rows, replace=False)
+        features, hits, depths = features[kept], hits[kept], depths[kept]
+    num_depths = int(depths.max()) + 1
+
+    import torch
+
+    x, y, rows = (torch.from_numpy(array) for array in (features, hits.astype(np.float32), depths))
+    start = torch.tensor(IDENTITY)
+    shared = start.clone().requires_grad_()
+    special = torch.zeros(num_depths, len(IDENTITY), requires_grad=True)
+
+    def loss() -> "Tensor":
+        logits = x @ shared + (x * special[rows]).sum(dim=-1)
+        error = torch.nn.functional.binary_cross_entropy_with_logits(logits, y)
+        return error + l2 * ((special**2).sum() / num_depths + (shared - start).square().sum() / 10)
+
+    _minimise(loss, [shared, special])
+    return Calibration((shared + special).detach().numpy())
+
+
+def calibration_rows(drafts: Drafts) -> tuple[FloatArray, NDArray[np.bool_], NDArray[np.int64]]:
+    """Features [M, F], hit [M] and depth [M] of every child whose parent lies on the answer."""
+    alive = np.ones(len(drafts), dtype=np.bool_)
+    features, hits, depths = [], [], []
+    for depth in range(drafts.log_probs.shape[1]):
+        anchors = np.flatnonzero(alive)
+        parents = drafts.true_ranks[anchors, depth - 1].astype(np.int64) if depth else np.zeros(len(anchors), np.int64)
+        marginals = drafts.log_probs[anchors, depth].astype(np.float32)
+        scores = marginals
+        if drafts.first is not None and drafts.pairwise is not None:
+            scores = drafts.pairwise[anchors, depth - 1, parents] if depth else drafts.first[anchors]
+        rows = feature_rows(scores.astype(np.float32), marginals, parents)
+        true_ranks = drafts.true_ranks[anchors, depth].astype(np.int64)
+        features.append(rows.reshape(-1, rows.shape[-1]))
+        hits.append((np.arange(rows.shape[1]) == true_ranks[:, None]).reshape(-1))
+        depths.append(np.full(len(hits[-1]), depth))
+        alive[anchors] = true_ranks < rows.shape[1]
+    return np.concatenate(features), np.concatenate(hits), np.concatenate(depths)
+
+
+def fit_forecast(
+    drafts: Mapping[int, Drafts],
+    calibration: Calibration,
+    *,
+    is_chain: bool = False,
+    num_nodes: int = 63,
+    num_walks: int = 2,
+    l2: float = 1e-3,
+) -> Forecast:
+    """`drafts` by draft size. Every feature's weight is smooth in the node's rank r: a mix of 1, log r and r."""
+    sizes = tuple(sorted(drafts))
+    weights = []
+    for size in sizes:
+        features, hits = walk(drafts[size], calibration, is_chain=is_chain, num_nodes=num_nodes, num_walks=num_walks)
+        limit = min(num_nodes, size - 1) if is_chain else num_nodes
+        fitted = _fit_ranks(features, hits[:, :limit], num_nodes=num_nodes, l2=l2)
+        if is_chain:
+            fitted[limit:] = [-30.0] + [0.0] * (len(FEATURES) - 1)  # no such depth
+        weights.append(fitted)
+    return Forecast(sizes, is_chain, num_nodes, np.stack(weights))
+
+
+def walk(
+    drafts: Drafts, calibration: Calibration, *, is_chain: bool, num_nodes: int, num_walks: int = 1
+) -> tuple[FloatArray, NDArray[np.bool_]]:
+    """What a request remembered [M, F] before each step, and which of its draft's nodes, in order, were right [M, n].
+
+    Walk w starts w anchors late: more steps from the same answers.
+    """
+    features, hits = [], []
+    for start, end in pairwise([*drafts.starts, len(drafts)]):
+        for anchor in range(start, min(start + num_walks, end)):
+            for row, hit in _walk_once(drafts, calibration, range(anchor, end), is_chain, num_nodes):
+                features.append(row)
+                hits.append(hit)
+    return np.stack(features), np.stack(hits)
+
+
+def _walk_once(
+    drafts: Drafts, calibration: Calibration, anchors: range, is_chain: bool, num_nodes: int
+) -> Iterator[tuple[FloatArray, NDArray[np.bool_]]]:
+    recent = Recent()
+    anchor = anchors.start
+    while anchor < anchors.stop:
+        candidates = drafts.candidates(anchor)
+        given = (*calibration.probabilities(candidates), candidates.token_ids)
+        stream = likeliest_chain(*given) if is_chain else best_first(*given)
+        paths = list(islice(stream, num_nodes))
+        hit, depths = _mark_hits([(parent, rank) for _, parent, rank in paths], drafts.true_ranks[anchor], num_nodes)
+        yield recent.features(), hit
+        emitted = 1 + int(hit[:WALK_NODES].sum())
+        recent.record_draft([path for path, _, _ in islice(likeliest_chain(*given), HEAD)])
+        promised = sum(path for path, _, _ in paths[:WALK_NODES])
+        recent.record_step(emitted=emitted, depth=max(depths[:WALK_NODES], default=0), promised=promised)
+        anchor += emitted
+
+
+def _mark_hits(
+    nodes: Sequence[tuple[int, int]], true_ranks: NDArray[np.uint8], num_nodes: int
+) -> tuple[NDArray[np.bool_], list[int]]:
+    """Which nodes [num_nodes] lie on the answer, and the depth of each that there is."""
+    hit = np.zeros(num_nodes + 1, dtype=np.bool_)
+    hit[0] = True  # the anchor
+    depths = [0]
+    for index, (parent, rank) in enumerate(nodes, start=1):
+        depths.append(depths[parent] + 1)
+        hit[index] = hit[parent] and rank == true_ranks[depths[parent]]
+    return hit[1:], depths[1:]
+
+
+def _fit_ranks(features: FloatArray, hits: NDArray[np.bool_], *, num_nodes: int, l2: float) -> FloatArray:
+    """Weights [num_nodes, F] from steps [M, F] and hits [M, n]."""
+    import torch
+
+    ranks = np.arange(1, num_nodes + 1, dtype=np.float32)
+    basis = torch.from_numpy(np.stack([np.ones_like(ranks), np.log(ranks), ranks / 8], axis=1))  # [num_nodes, 3]
+    x, y = torch.from_numpy(features), torch.from_numpy(hits.astype(np.float32))
+    inner = basis[: hits.shape[1]]
+    weights = torch.zeros(3, features.shape[1], requires_grad=True)
+
+    def loss() -> "Tensor":
+        logits = x @ weights.T @ inner.T
+        error = torch.nn.functional.binary_cross_entropy_with_logits(logits, y)
+        return error + l2 * (weights**2).mean()
+
+    _minimise(loss, [weights])
+    fitted: FloatArray = (basis @ weights).detach().numpy()
+    return fitted
+
+
+def train_prefill(
+    config: "PrefillConfig",
+    values: "Tensor",
+    tau: "Tensor",
+    *,
+    num_epochs: int = 20,
+    batch_size: int = 64,
+    learning_rate: float = 3e-4,
+    seed: int = 0,
+) -> "PrefillNetwork":
+    """`values` [N, V] after prefill (or hidden states [N, H]) and measured `tau` [N, sizes] of the same requests.
+
+    The objective `class` learns which size is best; `tau` learns how much each size brings.
+    """
+    import torch
+
+    from blockpilot.pilots.prefill import PrefillNetwork, read_features
+
+    torch.manual_seed(seed)
+    network = PrefillNetwork(config).to(values.device).train()
+    features, tau = read_features(values, config.inputs), tau.float().to(values.device)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=learning_rate)
+    order = torch.Generator().manual_seed(seed)
+    for _ in range(num_epochs):
+        for rows in torch.randperm(len(tau), generator=order).split(batch_size):
+            scores = network(features[rows])
+            if config.objective == "class":
+                loss = torch.nn.functional.cross_entropy(scores, tau[rows].argmax(dim=-1))
+            else:
+                loss = torch.nn.functional.mse_loss(scores, tau[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return network.eval()
+
+
+def _minimise(loss: Any, parameters: "Sequence[Tensor]") -> None:
+    """Full-batch L-BFGS."""
+    import torch
+
+    optimizer = torch.optim.LBFGS(
+        parameters, max_iter=200, tolerance_grad=1e-6, tolerance_change=1e-9, line_search_fn="strong_wolfe"
+    )
+
+    def evaluate() -> "Tensor":
+        optimizer.zero_grad()
+        value: Tensor = loss()
+        value.backward()
+        return value
+
+    optimizer.step(evaluate)

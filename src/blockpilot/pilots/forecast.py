@@ -1,0 +1,95 @@
+"""What the next draft will bring, guessed before it is made from how the last ones went.
+
+`Recent` is what a request remembers: how many tokens its steps emit when nothing cuts them short, how sure the drafter
+was of its last draft, and how much of what its drafts promised came true. `Forecast` turns that into a curve for every
+draft size: the tokens a step emits if n nodes are checked. The n-th node is right with a probability of its own (on a
+chain that is the chance to survive to depth n), a logistic function of what is remembered, fitted on traces. Without a
+fit a geometric law stands in.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockpilot.core.candidates import FloatArray
+from blockpilot.core.errors import InputError
+from blockpilot.pilots.calibration import sigmoid
+
+FEATURES = ("one", "average", "last", "expected", "has_drafted")
+HEAD = 3  # positions of a draft that speak for its confidence, whatever the draft size
+DECAY = 0.75  # what a step leaves of the old average
+MAX_AVERAGE = 32.0
+TRUST_PRIOR = 4.0  # tokens promised and kept before the first step: so much is a drafter trusted at first
+TRUST_DECAY = 0.95
+MAX_TRUST = 1.5
+
+
+@dataclass
+class Recent:
+    """A request's memory. All counts are of emitted tokens."""
+
+    average: float = 2.5  # moving average; steps that were cut short count with what they would have gone on to emit
+    last: float = 0.0  # of the last step that checked something
+    expected: float = 0.0  # what the last draft promised
+    has_drafted: bool = False
+    promised: float = TRUST_PRIOR  # tokens that checked nodes were to bring, of late
+    kept: float = TRUST_PRIOR  # and those they brought
+
+    def features(self) -> FloatArray:
+        return np.array([1, self.average, self.last, self.expected, self.has_drafted], dtype=np.float32)
+
+    @property
+    def trust(self) -> float:
+        """What a promised token is worth in this request."""
+        return min(self.kept / self.promised, MAX_TRUST)
+
+    def record_draft(self, paths: Sequence[float]) -> None:
+        """`paths`: the probabilities that the likeliest chain is right up to its first positions, at most `HEAD`."""
+        tail = paths[-1] * (self.average - 1) if paths else 0.0
+        self.expected, self.has_drafted = 1 + self.trust * (sum(paths) + tail), True
+
+    def record_step(self, *, emitted: int, depth: int, promised: float) -> None:
+        """A drafted step emitted so much; `depth` is that of the nodes it checked, 0 if none was worth it.
+
+        Had a path that was right to its end gone on, it would have gone on for `average` tokens: acceptance is taken to
+        have no memory. So the average does not depend on how deep the pilot dared to look.
+        """
+        value = self.expected
+        if depth:
+            self.last = float(emitted)
+            value = emitted + (self.average - 1 if emitted > depth else 0)
+            self.promised += promised - (1 - TRUST_DECAY) * (self.promised - TRUST_PRIOR)
+            self.kept += emitted - 1 - (1 - TRUST_DECAY) * (self.kept - TRUST_PRIOR)
+        self.average = DECAY * self.average + (1 - DECAY) * min(value, MAX_AVERAGE)
+
+
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    draft_sizes: tuple[int, ...]
+    is_chain: bool = False
+    num_nodes: int = 63
+    weights: FloatArray | None = None  # [sizes, nodes, features]
+
+    def __post_init__(self) -> None:
+        wanted = (len(self.draft_sizes), self.num_nodes, len(FEATURES))
+        if self.weights is not None and self.weights.shape != wanted:
+            raise InputError(f"the forecast's weights have the shape {self.weights.shape}, and {wanted} is needed")
+
+    def expected(self, recent: Recent) -> NDArray[np.float64]:
+        """Tokens a step emits [sizes, nodes + 1], by draft size and number of nodes checked, 0 first."""
+        curves = np.ones((len(self.draft_sizes), self.num_nodes + 1))
+        if self.weights is not None:
+            curves[:, 1:] += sigmoid(self.weights @ recent.features()).cumsum(axis=1)
+            return curves
+        mean = (recent.average + recent.expected) / 2 if recent.has_drafted else recent.average
+        return self._geometric(curves, 1 - 1 / max(mean, 1.01))
+
+    def _geometric(self, curves: NDArray[np.float64], share: float) -> NDArray[np.float64]:
+        """Every position is right with probability `share`; a tree's nodes fall off more slowly and reach further."""
+        ranks = np.arange(1, self.num_nodes + 1)
+        curves[:, 1:] += np.cumsum(share ** (ranks if self.is_chain else ranks**0.8))
+        reach = share if self.is_chain else share**0.5
+        limits = [(1 - reach**size) / (1 - reach) for size in self.draft_sizes]
+        return np.minimum(curves, np.array(limits)[:, None])

@@ -1,0 +1,127 @@
+"""The seed paper's pilot: one block size per request, read off the target's first next-token distribution.
+
+A multilayer perceptron sees the distribution after prefill once and names a size near the trained one; the whole answer
+is then drafted at that size. As published: raw probabilities, two hidden layers of 2048 with ReLU and dropout, the
+second with a residual, cross-entropy over the sizes B-2 .. B+2. The variants of its ablations are options here.
+
+    inputs      distribution (raw), normalised, softmax (a second time), top-k (largest ones and the entropy), hidden
+    objective   class: the likeliest best size; tau: predicted tau of every size, divided by what its step costs
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from blockpilot.core.candidates import Candidates
+from blockpilot.core.errors import InputError
+from blockpilot.pilots.base import Nodes, Pilot, PilotInputs, PrefillState
+from blockpilot.pilots.cost_model import StepCosts
+from blockpilot.pilots.fixed import FixedPilot
+
+INPUTS = ("distribution", "normalised", "softmax", "top-k", "hidden")
+OBJECTIVES = ("class", "tau")
+TOP_K = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig:
+    input_size: int  # the vocabulary's size; for `hidden` the target's hidden size
+    sizes: tuple[int, ...]  # block sizes to choose from
+    inputs: str = "distribution"
+    hidden_size: int = 2048
+    num_layers: int = 2
+    dropout: float = 0.1
+    objective: str = "class"
+
+    def __post_init__(self) -> None:
+        if self.inputs not in INPUTS or self.objective not in OBJECTIVES:
+            known = f"inputs are {', '.join(INPUTS)}, objectives {', '.join(OBJECTIVES)}"
+            raise InputError(f"prefill pilot: no such choice as {self.inputs!r} with {self.objective!r}; {known}")
+        if not 1 <= self.num_layers <= 3 or not 1 <= self.hidden_size <= 4096 or not 0 <= self.dropout < 1:
+            raise InputError("prefill pilot: 1 to 3 layers of up to 4096, and a dropout below 1")
+        if not self.sizes or min(self.sizes) < 1:
+            raise InputError(f"prefill pilot: sizes {self.sizes} are no block sizes")
+
+    @property
+    def num_features(self) -> int:
+        return min(TOP_K, self.input_size) + 1 if self.inputs == "top-k" else self.input_size
+
+
+def sizes_around(trained_size: int, reach: int = 2) -> tuple[int, ...]:
+    """The paper's candidates: B-k .. B+k."""
+    return tuple(range(max(2, trained_size - reach), trained_size + reach + 1))
+
+
+def read_features(values: Tensor, inputs: str) -> Tensor:
+    """Network inputs [..., F] out of distributions [..., V], or hidden states [..., H] for `hidden`."""
+    values = values.float()
+    if inputs == "normalised":
+        return (values - values.mean(dim=-1, keepdim=True)) / values.std(dim=-1, keepdim=True).clamp_min(1e-12)
+    if inputs == "softmax":
+        return values.softmax(dim=-1)
+    if inputs == "top-k":
+        entropy = -(values * values.clamp_min(1e-20).log()).sum(dim=-1, keepdim=True)
+        return torch.cat([values.topk(min(TOP_K, values.shape[-1]), dim=-1).values, entropy], dim=-1)
+    return values
+
+
+class PrefillNetwork(nn.Module):
+    def __init__(self, config: PrefillConfig) -> None:
+        super().__init__()
+        self.config = config
+        widths = [config.num_features] + [config.hidden_size] * config.num_layers
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
+        self.dropout = nn.Dropout(config.dropout)
+        self.head = nn.Linear(config.hidden_size, len(config.sizes))
+
+    def forward(self, features: Tensor) -> Tensor:  # [N, F]
+        """Logits of the sizes [N, sizes], or their tau."""
+        hidden = self.dropout(self.layers[0](features).relu())
+        for layer in self.layers[1:]:
+            hidden = hidden + self.dropout(layer(hidden).relu())
+        scores: Tensor = self.head(hidden)
+        return scores if self.config.objective == "class" else 1 + nn.functional.softplus(scores)
+
+
+class PrefillPilot(Pilot):
+    num_candidates = 1
+    reads_prefill = True
+
+    def __init__(self, network: PrefillNetwork, costs: StepCosts | None = None, name: str = "prefill") -> None:
+        self._name, self.costs = name, costs or StepCosts.linear()
+        self.network = network.eval().requires_grad_(False)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @torch.inference_mode()
+    def start(self, prefill: PrefillState | None) -> Pilot:
+        config = self.network.config
+        if prefill is None:
+            raise InputError("the prefill pilot needs the state after prefill, and this engine gave none")
+        values = prefill.hidden if config.inputs == "hidden" else prefill.probabilities
+        if values.shape[-1] != config.input_size:
+            raise InputError(
+                f"the pilot was trained for a target with {config.input_size} inputs ({config.inputs}), and this one "
+                f"gives {values.shape[-1]}"
+            )
+        if self.network.head.weight.device != values.device:
+            self.network.to(values.device)
+        scores = self.network(read_features(values, config.inputs)[None])[0].tolist()
+        return FixedPilot(self._best_size(scores, prefill.num_prompt_tokens))
+
+    def choose(self, inputs: PilotInputs) -> int:
+        raise InputError("the prefill pilot chooses in `start`: use what it returns")
+
+    def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
+        raise InputError("the prefill pilot chooses in `start`: use what it returns")
+
+    def _best_size(self, scores: list[float], context_length: int) -> int:
+        sizes = self.network.config.sizes
+        if self.network.config.objective == "tau":
+            costs = [self.costs.step_ms(size, size, context_length=context_length) for size in sizes]
+            scores = [score / cost for score, cost in zip(scores, costs, strict=True)]
+        return sizes[max(range(len(sizes)), key=scores.__getitem__)]

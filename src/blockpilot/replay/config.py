@@ -1,0 +1,58 @@
+"""What a collection run shall record. Plain values, checked before anything heavy is imported."""
+
+from dataclasses import dataclass
+
+from blockpilot.core.config import MAX_BLOCK_SIZE
+from blockpilot.core.errors import InputError
+from blockpilot.core.sampling_params import SamplingParams
+
+DEFAULT_SIZES = (*range(2, 21), 24, 32)
+DEFAULT_DRAFT_SIZES = (4, 8, 16)
+ANCHORS = ("every", "visited")
+PRECISIONS = ("float16", "float32")
+MAX_CANDIDATES = 254  # ranks are bytes, and 255 stands for absent
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectConfig:
+    sizes: tuple[int, ...] = DEFAULT_SIZES  # chains drafted and checked at these block sizes: their emitted lengths
+    draft_sizes: tuple[int, ...] = DEFAULT_DRAFT_SIZES  # of these, every candidate is kept as well
+    num_candidates: int = 8
+    temperature: float = 0.0
+    seed: int = 0
+    max_new_tokens: int = 256
+    anchors: str = "every"  # or visited: only where a fixed chain of each size would stand
+    precision: str = "float16"
+    shard_size: int = 16  # requests per file
+
+    def __post_init__(self) -> None:
+        for size in self.sizes:
+            if not 2 <= size <= MAX_BLOCK_SIZE:
+                raise InputError(f"block size {size}: sizes lie between 2 and {MAX_BLOCK_SIZE}")
+        if not self.sizes or list(self.sizes) != sorted(set(self.sizes)):
+            raise InputError(f"sizes {self.sizes}: give at least one, each once, in ascending order")
+        if missing := [size for size in self.draft_sizes if size not in self.sizes]:
+            raise InputError(f"draft size {missing[0]} is not among the sizes {', '.join(map(str, self.sizes))}")
+        if not 1 <= self.num_candidates <= MAX_CANDIDATES:
+            raise InputError(f"candidates must lie between 1 and {MAX_CANDIDATES}, got {self.num_candidates}")
+        if self.anchors not in ANCHORS:
+            raise InputError(f"unknown anchors {self.anchors!r}; known: {', '.join(ANCHORS)}")
+        if self.anchors == "visited" and self.draft_sizes:
+            raise InputError("candidates are kept at every anchor or not at all: leave out draft sizes, or visit every")
+        if self.precision not in PRECISIONS:
+            raise InputError(f"unknown precision {self.precision!r}; known: {', '.join(PRECISIONS)}")
+        if self.shard_size < 1:
+            raise InputError(f"shard size must be at least 1, got {self.shard_size}")
+        self.params(self.seed)
+
+    def params(self, seed: int) -> SamplingParams:
+        """How a request with this seed is answered."""
+        return SamplingParams(max_new_tokens=self.max_new_tokens, temperature=self.temperature, seed=seed)
+
+
+@dataclass(frozen=True)
+class ReplayRequest:
+    prompt_id: str
+    task: str  # the prompt set it comes from
+    prompt_ids: list[int]
+    seed: int

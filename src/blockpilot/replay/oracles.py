@@ -1,0 +1,44 @@
+"""The best that choosing block sizes can do, known only afterwards: per request and per step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blockpilot.core.errors import InputError
+from blockpilot.replay.costs import SimulatedStep, StepCosts, total
+from blockpilot.replay.simulate import chain_step, walk_chain
+from blockpilot.replay.traces import Trace
+
+
+@dataclass(frozen=True)
+class RequestOracle:
+    block_size: int  # 1: plain decoding
+    steps: list[SimulatedStep]
+
+
+def oracle_request(trace: Trace, sizes: Sequence[int], costs: StepCosts, *, batch_size: int = 1) -> RequestOracle:
+    """The one chain size that finishes this request soonest; the smaller where two take alike."""
+    walks = [RequestOracle(size, walk_chain(trace, size, costs, batch_size=batch_size)) for size in sorted(sizes)]
+    return min(walks, key=lambda walk: total([walk.steps]).milliseconds)
+
+
+def oracle_steps(
+    trace: Trace, costs: StepCosts, *, sizes: Sequence[int] | None = None, batch_size: int = 1
+) -> list[SimulatedStep]:
+    """The cheapest way to the answer's end when every step may draft and check another chain size, or decode plainly.
+
+    From the last anchor back: the cheapest rest behind every anchor is that of its best step.
+    """
+    if not trace.setting.is_every_anchor:
+        raise InputError("the per-step oracle needs traces of every anchor: collect with --anchors every")
+    allowed = sorted({1, *(trace.setting.sizes if sizes is None else sizes)})
+    rest = [0.0] * (trace.num_anchors + 1)  # milliseconds from here to the end
+    best: dict[int, SimulatedStep] = {}
+    for anchor in range(trace.num_anchors - 1, -1, -1):
+        steps = [chain_step(trace, size, anchor, costs=costs, batch_size=batch_size) for size in allowed]
+        best[anchor] = min(steps, key=lambda step: step.milliseconds + rest[step.anchor + step.emitted])
+        rest[anchor] = best[anchor].milliseconds + rest[anchor + best[anchor].emitted]
+    walk, anchor = [], 0
+    while anchor < trace.num_anchors:
+        walk.append(best[anchor])
+        anchor += best[anchor].emitted
+    return walk

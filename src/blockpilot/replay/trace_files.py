@@ -1,0 +1,182 @@
+"""Traces on disk: a folder with `manifest.json` and shards, one tensor per column.
+
+Requests lie back to back in every column; `answer_offsets` says where each begins (an answer of n tokens has n - 1
+anchors). Shards are written whole or not at all, and the same requests give the same bytes, so that an interrupted
+collection goes on behind its last shard.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockpilot.core.errors import InputError
+from blockpilot.core.files import atomic_path, write_text
+from blockpilot.replay.traces import DraftColumns, PrefillColumns, Trace, TraceSetting
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+REQUESTS = "requests"  # the one metadata key of a shard: its strings. A second key would come in random order
+DRAFT_COLUMNS = ("log_probs", "entropy", "true_ranks")
+PAIR_COLUMNS = ("first", "pairwise")  # only where the drafter scores a child given its parent
+
+Columns = dict[str, NDArray[Any]]
+
+
+class TraceSet:
+    """The traces of a folder in order; one shard at a time is in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise InputError(f"{folder} holds no traces: run `blockpilot collect --out {folder}` first")
+        self.folder, self.manifest = folder, manifest
+        self.setting = TraceSetting(
+            sizes=tuple(manifest["sizes"]),
+            trained_block_size=manifest["trained_block_size"],
+            max_block_size=manifest["max_block_size"],
+            vocab_size=manifest["vocab_size"],
+            is_every_anchor=manifest["anchors"] == "every",
+        )
+
+    @property
+    def shards(self) -> list[Path]:
+        return sorted(self.folder.glob("shard-*.safetensors"))
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.manifest.get("is_complete"))
+
+    def __len__(self) -> int:
+        return sum(len(_open_shard(path).get_tensor("seed")) for path in self.shards)
+
+    def __iter__(self) -> Iterator[Trace]:
+        for path in self.shards:
+            yield from self.read_shard(path)
+
+    def read_shard(self, path: Path) -> list[Trace]:
+        shard = _open_shard(path)
+        try:
+            columns = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118  # no mapping
+            strings = json.loads(shard.metadata()[REQUESTS])
+            return list(_unpack(columns, strings, self.setting, self.manifest["draft_sizes"]))
+        except (KeyError, ValueError, TypeError, IndexError) as error:
+            raise InputError(f"{path} is damaged: delete it and run `blockpilot collect` again") from error
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a folder of traces; None where there is none."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not readable JSON: {error}; move the folder away and collect anew") from error
+    version = manifest.get("schema_version") if isinstance(manifest, dict) else None
+    if version != SCHEMA_VERSION:
+        raise InputError(f"{path}: schema version {version}, this program reads {SCHEMA_VERSION}; collect anew")
+    return manifest
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2) + "\n"
+    write_text(folder / MANIFEST, text)
+
+
+def shard_path(folder: Path, index: int) -> Path:
+    return folder / f"shard-{index:05d}.safetensors"
+
+
+def write_shard(path: Path, traces: Sequence[Trace], precision: str) -> None:
+    from safetensors.numpy import save_file
+
+    strings = [{"prompt_id": t.prompt_id, "task": t.task, "finish_reason": t.finish_reason} for t in traces]
+    columns = {name: np.ascontiguousarray(column) for name, column in _pack(traces, np.dtype(precision)).items()}
+    with atomic_path(path) as temporary:
+        save_file(columns, str(temporary), metadata={REQUESTS: json.dumps(strings)})
+
+
+def _pack(traces: Sequence[Trace], floats: np.dtype[Any]) -> Columns:
+    prefills = [trace.prefill for trace in traces]
+    columns: Columns = {
+        "num_prompt_tokens": np.array([trace.num_prompt_tokens for trace in traces], np.int32),
+        "temperature": np.array([trace.temperature for trace in traces], np.float64),
+        "seed": np.array([trace.seed for trace in traces], np.int64),
+        "max_new_tokens": np.array([trace.max_new_tokens for trace in traces], np.int32),
+        "num_disagreements": np.array([trace.num_disagreements for trace in traces], np.int32),
+        "answer_ids": np.concatenate([trace.answer_ids for trace in traces]),
+        "answer_offsets": _offsets([len(trace.answer_ids) for trace in traces]),
+        "emitted": np.concatenate([trace.emitted for trace in traces]),
+        "prefill.token_ids": np.concatenate([prefill.token_ids for prefill in prefills]),
+        "prefill.probabilities": np.concatenate([prefill.probabilities for prefill in prefills]),
+        "prefill.offsets": _offsets([len(prefill.token_ids) for prefill in prefills]),
+        "prefill.mass": np.array([prefill.mass for prefill in prefills], np.float32),
+        "prefill.entropy": np.array([prefill.entropy for prefill in prefills], np.float32),
+        "prefill.hidden": _rounded(np.stack([prefill.hidden for prefill in prefills]), floats),
+    }
+    for size in traces[0].drafts:
+        for name in DRAFT_COLUMNS + PAIR_COLUMNS:
+            parts = [getattr(trace.drafts[size], name) for trace in traces]
+            if parts[0] is not None:
+                column = np.concatenate(parts)
+                columns[f"draft{size}.{name}"] = column if name == "true_ranks" else _rounded(column, floats)
+    return columns
+
+
+def _unpack(
+    columns: Columns, strings: list[dict[str, str]], setting: TraceSetting, draft_sizes: Sequence[int]
+) -> Iterator[Trace]:
+    prefill_bounds = list(pairwise(columns["prefill.offsets"].tolist()))
+    for row, (start, end) in enumerate(pairwise(columns["answer_offsets"].tolist())):
+        anchors = slice(start - row, end - row - 1)
+        drafts = {size: _unpack_draft(columns, f"draft{size}", anchors) for size in draft_sizes}
+        kept = slice(*prefill_bounds[row])
+        yield Trace(
+            **strings[row],
+            num_prompt_tokens=int(columns["num_prompt_tokens"][row]),
+            answer_ids=columns["answer_ids"][start:end],
+            temperature=float(columns["temperature"][row]),
+            seed=int(columns["seed"][row]),
+            max_new_tokens=int(columns["max_new_tokens"][row]),
+            num_disagreements=int(columns["num_disagreements"][row]),
+            emitted=columns["emitted"][anchors],
+            prefill=PrefillColumns(
+                token_ids=columns["prefill.token_ids"][kept],
+                probabilities=columns["prefill.probabilities"][kept],
+                mass=float(columns["prefill.mass"][row]),
+                entropy=float(columns["prefill.entropy"][row]),
+                hidden=columns["prefill.hidden"][row],
+            ),
+            drafts=drafts,
+            setting=setting,
+        )
+
+
+def _unpack_draft(columns: Columns, prefix: str, anchors: slice) -> DraftColumns:
+    found = {name: columns[f"{prefix}.{name}"][anchors] for name in DRAFT_COLUMNS}
+    pairs = {name: columns.get(f"{prefix}.{name}") for name in PAIR_COLUMNS}
+    return DraftColumns(**found, **{name: column[anchors] for name, column in pairs.items() if column is not None})
+
+
+def _offsets(lengths: list[int]) -> NDArray[np.int64]:
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+
+
+def _rounded(values: NDArray[Any], floats: np.dtype[Any]) -> NDArray[Any]:
+    """In the stored precision; what float16 cannot hold becomes its largest number, not infinity."""
+    largest = np.finfo(floats).max
+    return np.clip(values, -largest, largest).astype(floats)
+
+
+def _open_shard(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(str(path), framework="np")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} is damaged: delete it and run `blockpilot collect` again") from error

@@ -1,0 +1,120 @@
+"""A trace: everything a step from any place of one finished answer could have brought.
+
+Decoding is lossless, so the answer does not depend on what was drafted, and every answer token that has something after
+it is an anchor: anchor k is answer token k. A trace holds, per anchor, how many tokens a chain of each block size emits
+and, for some draft sizes, what the drafter offered and which of its candidates the answer confirms. Any pilot can be
+run on that without a model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockpilot.core.candidates import Candidates
+from blockpilot.core.errors import InputError
+from blockpilot.pilots.base import PrefillState
+
+ABSENT = 255  # true rank of a token that is not among the candidates, or beyond the answer's end
+
+Floats = NDArray[np.floating[Any]]
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftColumns:
+    """What the drafter offered at one draft size: A anchors, D = size - 1 depths, K candidates, best first."""
+
+    log_probs: Floats  # [A, D, K]
+    entropy: Floats  # [A, D], of the drafter's distribution at the request's temperature, before noise
+    true_ranks: Bytes  # [A, D], rank of the answer's own token
+    first: Floats | None = None  # [A, K], after the anchor; None where positions are independent (plain DFlash)
+    pairwise: Floats | None = None  # [A, D-1, K, K], after each candidate of the position before
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillColumns:
+    """What the target knew when it had read the prompt: the likeliest first tokens, and its last hidden state."""
+
+    token_ids: NDArray[np.int32]  # [M], best first
+    probabilities: NDArray[np.float32]  # [M], at temperature 1
+    mass: float  # their sum; what is missing to 1 lies outside of them
+    entropy: float  # of the whole distribution
+    hidden: Floats  # [H]
+
+
+@dataclass(frozen=True)
+class TraceSetting:
+    """What all traces of one folder share."""
+
+    sizes: tuple[int, ...]
+    trained_block_size: int
+    max_block_size: int
+    vocab_size: int
+    is_every_anchor: bool = True  # False: `emitted` is 0 where a fixed chain of that size never stands
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    prompt_id: str
+    task: str
+    num_prompt_tokens: int
+    answer_ids: NDArray[np.int32]  # [A + 1]
+    temperature: float
+    seed: int
+    max_new_tokens: int  # what the answer might have had: the limit asked for, or what the context left
+    finish_reason: str
+    num_disagreements: int  # answer tokens that one pass over the finished text would have chosen otherwise
+    emitted: Bytes  # [A, S], per block size of the setting: accepted + 1, cut at the answer's end
+    prefill: PrefillColumns
+    drafts: Mapping[int, DraftColumns]  # draft size -> what was offered
+    setting: TraceSetting
+
+    @property
+    def num_anchors(self) -> int:
+        return len(self.answer_ids) - 1
+
+    def column(self, size: int) -> int:
+        """Where `emitted` keeps a block size."""
+        if size not in self.setting.sizes:
+            raise InputError(f"the trace holds no block size {size}; it holds {_listed(self.setting.sizes)}")
+        return self.setting.sizes.index(size)
+
+    def draft(self, size: int) -> DraftColumns:
+        if size not in self.drafts:
+            held = _listed(self.drafts) if self.drafts else "none"
+            raise InputError(f"the trace holds no candidates of draft size {size}; it holds {held}")
+        return self.drafts[size]
+
+    def candidates(self, size: int, anchor: int, num_candidates: int) -> Candidates:
+        """What a pilot that asks for `num_candidates` sees at an anchor. Token ids are ranks: pilots only hand them on.
+
+        Fewer than it asks for where the trace keeps fewer.
+        """
+        draft = self.draft(size)
+        width = draft.log_probs.shape[-1]
+        is_paired = draft.first is not None and draft.pairwise is not None
+        shown = width if is_paired and num_candidates == 1 else min(width, num_candidates)
+        log_probs = draft.log_probs[anchor, :, :shown].astype(np.float32)
+        ranks = np.broadcast_to(np.arange(shown, dtype=np.int64), log_probs.shape)
+        if draft.first is None or draft.pairwise is None:
+            return Candidates(ranks, log_probs)
+        first = draft.first[anchor, :shown].astype(np.float32)
+        return Candidates(ranks, log_probs, first, draft.pairwise[anchor, :, :shown, :shown].astype(np.float32))
+
+    def prefill_state(self) -> PrefillState:
+        """The target's state after the prompt, as a pilot's `start` gets it; probabilities not kept are 0."""
+        import torch
+
+        probabilities = torch.zeros(self.setting.vocab_size)
+        probabilities[torch.from_numpy(self.prefill.token_ids.astype(np.int64))] = torch.from_numpy(
+            self.prefill.probabilities.copy()
+        )
+        hidden = torch.from_numpy(self.prefill.hidden.astype(np.float32))
+        return PrefillState(num_prompt_tokens=self.num_prompt_tokens, probabilities=probabilities, hidden=hidden)
+
+
+def _listed(sizes: Mapping[int, Any] | tuple[int, ...]) -> str:
+    return ", ".join(map(str, sizes))

@@ -1,0 +1,155 @@
+"""Measuring step costs with tiny models, and remembering them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from blockpilot import SamplingParams
+from blockpilot.cli.main import main
+from blockpilot.core.errors import InputError
+from blockpilot.engine import llm as llm_module
+from blockpilot.engine import profile as profile_module
+from blockpilot.engine.llm import LLM
+from blockpilot.engine.profile import (
+    ensure_costs,
+    load_profile,
+    measure,
+    profile_key,
+    profile_path,
+    read_profile,
+    remember,
+)
+from blockpilot.engine.step_timing import ProfilePlan
+from blockpilot.pilots.cost_model import StepCosts
+from tests.tiny import make_dflash, make_eagle3, make_llm, make_target
+
+PLAN = ProfilePlan(draft_sizes=(2, 4, 32), verify_totals=(1, 2, 4, 8), contexts=(20,), num_rounds=2)
+PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(model_cache: Path) -> None:
+    """Nothing is remembered between tests."""
+
+
+def make_drafted() -> LLM:
+    return make_llm(drafter=make_dflash(is_second=True))
+
+
+@pytest.mark.parametrize("drafter", ["dflash2", "eagle3", "ngram", None])
+def test_every_drafter_is_measured_and_leaves_no_trace(drafter: str | None) -> None:
+    models = {"dflash2": lambda: make_dflash(is_second=True), "eagle3": make_eagle3}
+    llm = make_llm(drafter=models[drafter]() if drafter in models else drafter)
+    plain = llm.generate("abc", PARAMS, pilot="ar", is_raw=True)
+    costs = measure(llm, replace(PLAN, batch_sizes=(1, 2), contexts=(20, 60)))
+    assert {(p.tokens, p.batch_size, p.context_length) for p in costs.verify} == {
+        *((n, 1, context) for n in (1, 2, 4, 8) for context in (20, 60)),
+        *((n, 2, context) for n in (1, 2, 4) for context in (20, 60)),
+    }
+    limit = 16 if drafter == "eagle3" else 32
+    assert {p.tokens for p in costs.draft} == ({2, 4, limit} if drafter else set())
+    assert all(p.ms > 0 for p in costs.verify) and costs.overhead_ms > 0
+    assert llm.engine.runner.cache.num_free == 4 and set(llm.engine.runner.cache.lengths) == {0}
+    if drafter:
+        again = llm.generate("abc", PARAMS, pilot="fixed:4", is_raw=True)
+        assert again.token_ids == plain.token_ids
+
+
+def test_costs_are_measured_once_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_drafted()
+    monkeypatch.setattr(profile_module, "MAX_ERROR", 1e9)  # tiny passes jitter
+    first = ensure_costs(llm)
+    assert first.key["is_quick"] and load_profile(profile_key(llm)) == first
+    monkeypatch.setattr(profile_module, "measure", lambda *_: pytest.fail("measured again"))
+    assert ensure_costs(make_drafted()) == first
+    assert make_drafted().costs == first
+
+
+def test_disturbed_measurements_are_used_but_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_module, "MAX_ERROR", -1.0)
+    llm = make_drafted()
+    assert ensure_costs(llm).verify and load_profile(profile_key(llm)) is None
+
+
+@pytest.mark.parametrize("name", ["device", "dtype", "target", "drafter", "num_threads", "version"])
+def test_another_machine_or_pair_is_measured_anew(name: str) -> None:
+    llm = make_drafted()
+    key = profile_key(llm)
+    remember(StepCosts(verify=StepCosts.linear().verify, key=key))
+    assert load_profile(key) is not None and load_profile(key | {name: "other"}) is None
+
+
+def test_a_profile_named_by_the_user_must_fit(tmp_path: Path) -> None:
+    llm = make_drafted()
+    path = tmp_path / "costs.json"
+    costs = StepCosts(verify=StepCosts.linear().verify, key=profile_key(llm) | {"version": "0.0.1"})
+    path.write_text(json.dumps(costs.to_dict()))
+    assert LLM(make_target(), drafter=make_dflash(is_second=True), config=llm.config, costs=path).costs == costs
+    with pytest.raises(InputError, match=r"stale: it was measured with drafter 'dflash', and this is 'ngram'"):
+        LLM(make_target(), drafter="ngram", config=llm.config, costs=path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"key": {}, "overhead_ms": 1, "draft": [], "verify": []}'])
+def test_files_that_are_no_profiles(content: str) -> None:
+    llm = make_drafted()
+    path = profile_path(profile_key(llm))
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert load_profile(profile_key(llm)) is None
+    with pytest.raises(InputError, match=r"\.json"):
+        read_profile(path)
+
+
+def test_what_cannot_be_measured_names_both_sides() -> None:
+    llm = make_drafted()
+    with pytest.raises(InputError, match="batch of 5 needs as many slots; this engine has 4"):
+        measure(llm, replace(PLAN, batch_sizes=(5,)))
+    with pytest.raises(InputError, match="context of 150 .* up to 80"):
+        measure(llm, replace(PLAN, contexts=(150,)))
+    streams = [llm.stream("abc", PARAMS, pilot="ar", is_raw=True) for _ in range(4)]
+    for stream in streams:
+        next(stream)
+    with pytest.raises(InputError, match="0 are free"):
+        measure(llm, PLAN)
+
+
+def test_auto_weighs_what_was_measured() -> None:
+    llm = make_drafted()
+    key = profile_key(llm)
+    saturated = StepCosts.linear(draft=0.2, fixed=0.5, slope=0.5)
+    remember(StepCosts(saturated.draft, saturated.verify, 0.0, key))
+    completion = llm.generate("abc", PARAMS, pilot="auto", is_raw=True)
+    assert {step.block_size for step in completion.steps} == {1}
+
+
+@pytest.fixture
+def _tiny_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(target: str, *, drafter: str, pilot: str, config: object, progress: object) -> LLM:
+        return LLM(make_target(), drafter=make_dflash(), pilot=pilot, config=config)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(llm_module, "LLM", build)
+
+
+@pytest.mark.usefixtures("_tiny_command")
+def test_the_command_prints_a_table_then_remembers(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["profile", "--contexts", "20", "--quick"]
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert all(word in shown.out for word in ("tokens", "verify", "draft", "fit error", "overhead"))
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert Path(found["path"]).is_file() and found["key"]["is_quick"]
+    assert set(found["fit_error"]) == {"leave_one_out", "worst", "spread"}
+    created = found["verify"]
+    assert main([*words, "--json", "--force"]) == 0
+    assert json.loads(capsys.readouterr().out)["verify"] != created
+
+
+@pytest.mark.usefixtures("_tiny_command")
+@pytest.mark.parametrize("flag", ["--contexts", "--batch-sizes"])
+@pytest.mark.parametrize("value", ["0", "a", "", "1,,2", "-1"])
+def test_bad_lists_are_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", f"{flag}={value}"]) == 2
+    assert flag in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""What a request remembers, and what it expects of its next draft."""
+
+import numpy as np
+import pytest
+
+from blockpilot.pilots.calibration import Calibration
+from blockpilot.pilots.fitting import fit_forecast, walk
+from blockpilot.pilots.forecast import Forecast, Recent
+from tests.unit.pilots.pieces import make_drafts
+
+
+def test_cut_steps_count_with_what_they_would_have_gone_on_to_emit() -> None:
+    random = np.random.default_rng(0)
+    averages = {}
+    for depth in (3, 15):
+        recent, seen = Recent(), []
+        for _ in range(4000):
+            accepted = random.geometric(0.25) - 1  # 4 tokens per step if nothing cuts
+            recent.record_step(emitted=1 + min(accepted, depth), depth=depth, promised=3.0)
+            seen.append(recent.average)
+        averages[depth] = np.mean(seen[100:])
+    assert averages[3] == pytest.approx(4, rel=0.08) and averages[15] == pytest.approx(4, rel=0.08)
+
+
+def test_promises_that_are_not_kept_lose_their_worth() -> None:
+    liar, honest = Recent(), Recent()
+    for _ in range(30):
+        liar.record_step(emitted=1, depth=3, promised=2.0)
+        honest.record_step(emitted=3, depth=3, promised=2.0)
+    assert liar.trust < 0.15 and honest.trust == pytest.approx(1)
+    liar.record_draft([1.0, 1.0, 1.0])
+    assert liar.expected < 1.5
+
+
+def test_a_draft_not_worth_checking_counts_as_it_promised() -> None:
+    recent = Recent(average=4.0)
+    recent.record_draft([0.1, 0.01, 0.001])
+    assert recent.expected == pytest.approx(1.111 + 0.003)
+    recent.record_step(emitted=1, depth=0, promised=0.0)
+    assert recent.average == pytest.approx(3 + recent.expected / 4) and recent.last == 0
+
+
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_without_a_fit_more_nodes_and_better_times_bring_more(is_chain: bool) -> None:
+    forecast = Forecast((4, 8, 16), is_chain)
+    poor, good = forecast.expected(Recent(average=1.5)), forecast.expected(Recent(average=6.0))
+    assert good.shape == (3, 64) and (good[:, 0] == 1).all()
+    assert (np.diff(good, axis=1) >= 0).all() and (good[:, 1:] > poor[:, 1:]).all()
+    assert (good[0] <= good[2]).all() and good[0, -1] <= 4 and good[2, -1] <= 16
+
+
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_fit_tells_what_steps_bring_on_average(is_chain: bool) -> None:
+    truth = np.array([[0.5, 1.0]] * 7)
+    drafts = {size: make_drafts(truth[: size - 1], num_anchors=800, depth=size - 1) for size in (4, 8)}
+    calibration = Calibration.identity()
+    forecast = fit_forecast(drafts, calibration, is_chain=is_chain, num_nodes=12, num_walks=1)
+    assert forecast.draft_sizes == (4, 8) and forecast.weights is not None
+    for index, size in enumerate((4, 8)):
+        features, hits = walk(drafts[size], calibration, is_chain=is_chain, num_nodes=12)
+        told = np.mean([forecast.expected(Recent(*row[1:].tolist()))[index] for row in features], axis=0)
+        seen = 1 + np.concatenate([[0], hits.mean(axis=0).cumsum()])
+        np.testing.assert_allclose(told, seen, rtol=0.06)
+
+
+def test_fit_uses_what_is_remembered() -> None:
+    """Answers are easy or hard as a whole: the forecast after good steps lies above the one after bad ones."""
+    easy, hard = (make_drafts(np.array([[offset, 1.0]] * 3), num_anchors=600, depth=3) for offset in (0.0, -4.0))
+    joined = {name: np.concatenate([getattr(easy, name), getattr(hard, name)]) for name in ("log_probs", "true_ranks")}
+    drafts = type(easy)(**joined, starts=range(0, 1200, 50))
+    forecast = fit_forecast({4: drafts}, Calibration.identity(), is_chain=True, num_nodes=3)
+    after = [forecast.expected(Recent(average=a, last=a, expected=2.0, has_drafted=True))[0, -1] for a in (1.2, 4.0)]
+    assert after[1] > after[0] + 0.3

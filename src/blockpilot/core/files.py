@@ -1,6 +1,7 @@
 """Files appear whole or not at all."""
 
 import contextlib
+import hashlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -41,3 +42,8 @@ def atomic_path(target: Path) -> Iterator[Path]:
 def write_text(target: Path, text: str) -> None:
     with atomic_path(target) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

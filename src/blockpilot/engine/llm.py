@@ -47,12 +47,12 @@ class LLM:
     ) -> None:
         """`costs`: what steps cost, for pilots that weigh them. None: remembered or measured when first needed."""
         self.config = config or EngineConfig()
-        device, dtype = _resolve_device(self.config.device), getattr(torch, self.config.dtype)
+        device, dtype = resolve_device(self.config.device), getattr(torch, self.config.dtype)
         loaded = target if isinstance(target, LoadedTarget) else load_target(target, dtype, progress)
         self.target_name, self.tokenizer, decoder = loaded.name, loaded.tokenizer, loaded.decoder
         self.device_type = device.type
         decoder.to(device=device, dtype=dtype).eval().requires_grad_(False)
-        context_length = _resolve_context(self.config.context_length, decoder.config.context_length)
+        context_length = resolve_context(self.config.context_length, decoder.config.context_length)
         self.linear_backend = backend = choose_backend(self.config.linear_backend, device, dtype)
         self.drafter = build_drafter(
             shipped_drafter(loaded.name) if drafter == "auto" else drafter,
@@ -188,7 +188,7 @@ class LLM:
             self.engine.abort(request_id)
 
 
-def _resolve_device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -198,7 +198,7 @@ def _resolve_device(name: str) -> torch.device:
     return device
 
 
-def _resolve_context(requested: int | None, limit: int) -> int:
+def resolve_context(requested: int | None, limit: int) -> int:
     if requested is not None and requested > limit:
         raise InputError(f"context_length {requested} is beyond the target's {limit}")
     return requested or limit

@@ -28,8 +28,7 @@ IDENTITY = ("target", "shape", "drafter", "device", "dtype", "backend", "num_thr
 
 def ensure_costs(llm: "LLM") -> StepCosts:
     """This machine's costs: remembered, or measured quickly and remembered."""
-    key = profile_key(llm)
-    known = load_profile(key)
+    known = load_profile(profile_key(llm))
     if known is not None:
         return known
     plan = ProfilePlan.quick(contexts=(min(256, llm.engine.context_length // 2),))
@@ -87,12 +86,12 @@ def read_profile(path: Path, key: dict[str, Any] | None = None) -> StepCosts:
         raise InputError(f"{path} is no profile: {getattr(error, 'strerror', None) or error}") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    for name in IDENTITY if key else ():
-        if costs.key.get(name) != (key or {})[name]:
-            raise InputError(
-                f"{path} is stale: it was measured with {name} {costs.key.get(name)!r}, and this is "
-                f"{(key or {})[name]!r}; measure again with `blockpilot profile`"
-            )
+    if key is not None and (differing := [name for name in IDENTITY if costs.key.get(name) != key[name]]):
+        name = differing[0]
+        raise InputError(
+            f"{path} is stale: it was measured with {name} {costs.key.get(name)!r}, and this is {key[name]!r}; "
+            "measure again with `blockpilot profile`"
+        )
     return costs
 
 

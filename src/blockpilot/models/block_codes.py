@@ -66,11 +66,11 @@ def decode_blocks(data: NDArray[np.uint8], kind: str) -> BlockCodes | None:
 class BlockLinear(nn.Module):
     """A linear layer that multiplies from codes for few tokens and from packed float32 weights for many.
 
-    From codes a token costs a third of the memory traffic; from about nine tokens on arithmetic decides, and the packed
-    float32 product is faster.
+    Codes are a quarter of the bytes of float32, which decides for few tokens. For many the arithmetic does, and the
+    packed product wins because it need not convert.
     """
 
-    MAX_TOKENS = 8
+    MAX_TOKENS = 32
 
     def __init__(self, codes: BlockCodes, many: nn.Module, num_threads: int) -> None:
         super().__init__()

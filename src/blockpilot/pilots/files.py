@@ -4,7 +4,6 @@
 Step costs are not part of a pilot: they belong to the machine that runs it.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -16,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import atomic_path, write_text
+from blockpilot.core.files import atomic_path, hash_file, write_text
 from blockpilot.pilots.base import Pilot
 from blockpilot.pilots.calibration import FEATURES, Calibration
 from blockpilot.pilots.cost_model import StepCosts
@@ -125,7 +124,7 @@ def _write(folder: Path, arrays: Arrays, card: Mapping[str, Any]) -> None:
     weights = folder / "model.safetensors"
     with atomic_path(weights) as temporary:
         save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary)
-        digest = _hash(temporary)
+        digest = hash_file(temporary)
     values = asdict(PilotCard(**card, sha256=digest))
     write_text(folder / "pilot.json", json.dumps(values, indent=1) + "\n")
 
@@ -133,7 +132,7 @@ def _write(folder: Path, arrays: Arrays, card: Mapping[str, Any]) -> None:
 def _read_arrays(folder: Path, card: PilotCard) -> Arrays:
     path = folder / "model.safetensors"
     try:
-        digest, arrays = _hash(path), load_file(path)
+        digest, arrays = hash_file(path), load_file(path)
     except OSError as error:
         raise InputError(f"{folder} is no complete pilot folder: {path.name}: {error.strerror}") from error
     except SafetensorError as error:
@@ -148,7 +147,7 @@ def _build_step(card: PilotCard, arrays: Arrays, costs: StepCosts, *, is_chain: 
     if weights.ndim != 2 or weights.shape[1] != len(FEATURES):
         raise ValueError(f"calibration has the shape {weights.shape}, and [depths, {len(FEATURES)}] is needed")
     fitted = arrays.get(_forecast_name(is_chain=is_chain))
-    forecast = None if fitted is None else Forecast(card.sizes, is_chain, fitted.shape[1], fitted)
+    forecast = None if fitted is None else Forecast(card.sizes, is_chain, fitted.shape[-2], fitted)
     return StepPilot(
         Calibration(weights), costs, is_chain=is_chain, draft_sizes=card.sizes, forecast=forecast, label=name
     )
@@ -166,11 +165,3 @@ def _build_prefill(card: PilotCard, arrays: Arrays, costs: Callable[[], StepCost
 
 def _forecast_name(*, is_chain: bool) -> str:
     return "chain_forecast" if is_chain else "tree_forecast"
-
-
-def _hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

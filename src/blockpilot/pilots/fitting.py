@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from blockpilot.core.candidates import Candidates, FloatArray
 from blockpilot.pilots.calibration import IDENTITY, Calibration, feature_rows
-from blockpilot.pilots.forecast import FEATURES, HEAD, Forecast, Recent
+from blockpilot.pilots.forecast import FEATURES, HEAD, NUM_LEVELS, Forecast, Recent
 from blockpilot.pilots.growth import best_first, likeliest_chain
 
 if TYPE_CHECKING:
@@ -111,47 +111,61 @@ def fit_forecast(
     sizes = tuple(sorted(drafts))
     weights = []
     for size in sizes:
-        features, hits = walk(drafts[size], calibration, is_chain=is_chain, num_nodes=num_nodes, num_walks=num_walks)
+        steps = walk(drafts[size], calibration, is_chain=is_chain, num_nodes=num_nodes, num_walks=num_walks)
         limit = min(num_nodes, size - 1) if is_chain else num_nodes
-        fitted = _fit_ranks(features, hits[:, :limit], num_nodes=num_nodes, l2=l2)
+        levels = [
+            _fit_ranks(steps.features[rows], steps.hits[rows, :limit], num_nodes=num_nodes, l2=l2)
+            for rows in steps.split(NUM_LEVELS)
+        ]
+        fitted = np.stack(levels)  # [levels, nodes, F]
         if is_chain:
-            fitted[limit:] = [-30.0] + [0.0] * (len(FEATURES) - 1)  # no such depth
+            fitted[:, limit:] = [-30.0] + [0.0] * (len(FEATURES) - 1)  # no such depth
         weights.append(fitted)
     return Forecast(sizes, is_chain, num_nodes, np.stack(weights))
 
 
-def walk(
-    drafts: Drafts, calibration: Calibration, *, is_chain: bool, num_nodes: int, num_walks: int = 1
-) -> tuple[FloatArray, NDArray[np.bool_]]:
-    """What a request remembered [M, F] before each step, and which of its draft's nodes, in order, were right [M, n].
+@dataclass(frozen=True)
+class Steps:
+    """Drafted steps of walks through answers."""
 
-    Walk w starts w anchors late: more steps from the same answers.
-    """
-    features, hits = [], []
-    for start, end in pairwise([*drafts.starts, len(drafts)]):
-        for anchor in range(start, min(start + num_walks, end)):
-            for row, hit in _walk_once(drafts, calibration, range(anchor, end), is_chain, num_nodes):
-                features.append(row)
-                hits.append(hit)
-    return np.stack(features), np.stack(hits)
+    features: FloatArray  # [M, F], what the request remembered before
+    hits: NDArray[np.bool_]  # [M, n], which of the draft's nodes, in order, were right
+    promised: NDArray[np.float64]  # [M], tokens that all nodes together promised
+
+    def split(self, num_levels: int) -> list[NDArray[np.int64]]:
+        """Rows of poor to good drafts, each as many: by what they promise beyond what the features tell."""
+        told = self.features @ np.linalg.lstsq(self.features, self.promised, rcond=None)[0]
+        return np.array_split(np.argsort(self.promised - told, kind="stable"), num_levels)
+
+
+def walk(drafts: Drafts, calibration: Calibration, *, is_chain: bool, num_nodes: int, num_walks: int = 1) -> Steps:
+    """Steps through all answers with the pilot's memory. Walk w starts w anchors late: more steps of the same text."""
+    rows = [
+        row
+        for start, end in pairwise([*drafts.starts, len(drafts)])
+        for anchor in range(start, min(start + num_walks, end))
+        for row in _walk_once(drafts, calibration, range(anchor, end), is_chain, num_nodes)
+    ]
+    features, hits, promised = zip(*rows, strict=True)
+    return Steps(np.stack(features), np.stack(hits), np.array(promised))
 
 
 def _walk_once(
     drafts: Drafts, calibration: Calibration, anchors: range, is_chain: bool, num_nodes: int
-) -> Iterator[tuple[FloatArray, NDArray[np.bool_]]]:
+) -> Iterator[tuple[FloatArray, NDArray[np.bool_], float]]:
     recent = Recent()
     anchor = anchors.start
     while anchor < anchors.stop:
         candidates = drafts.candidates(anchor)
         given = (*calibration.probabilities(candidates), candidates.token_ids)
-        stream = likeliest_chain(*given) if is_chain else best_first(*given)
-        paths = list(islice(stream, num_nodes))
-        hit, depths = _mark_hits([(parent, rank) for _, parent, rank in paths], drafts.true_ranks[anchor], num_nodes)
-        yield recent.features(), hit
+        nodes = list(islice(likeliest_chain(*given) if is_chain else best_first(*given), num_nodes))
+        hit, depths = _mark_hits([(parent, rank) for _, parent, rank in nodes], drafts.true_ranks[anchor], num_nodes)
+        paths = [path for path, _, _ in nodes]
+        yield recent.features(), hit, sum(paths)
         emitted = 1 + int(hit[:WALK_NODES].sum())
         recent.record_draft([path for path, _, _ in islice(likeliest_chain(*given), HEAD)])
-        promised = sum(path for path, _, _ in paths[:WALK_NODES])
-        recent.record_step(emitted=emitted, depth=max(depths[:WALK_NODES], default=0), promised=promised)
+        depth = max(depths[:WALK_NODES], default=0)
+        recent.record_step(emitted=emitted, depth=depth, promised=sum(paths[:WALK_NODES]))
         anchor += emitted
 
 

@@ -1,10 +1,11 @@
 """What the next draft will bring, guessed before it is made from how the last ones went.
 
 `Recent` is what a request remembers: how many tokens its steps emit when nothing cuts them short, how sure the drafter
-was of its last draft, and how much of what its drafts promised came true. `Forecast` turns that into a curve for every
-draft size: the tokens a step emits if n nodes are checked. The n-th node is right with a probability of its own (on a
-chain that is the chance to survive to depth n), a logistic function of what is remembered, fitted on traces. Without a
-fit a geometric law stands in.
+was of its last draft, and how much of what its drafts promised came true. `Forecast` turns that into curves for every
+draft size: the tokens a step emits if n nodes are checked. There are three, for drafts that turn out poor, common and
+good, a third of them each: how many nodes are checked is decided after the draft, and that choice is worth something.
+The n-th node is right with a probability of its own (on a chain that is the chance to survive to depth n), a logistic
+function of what is remembered, fitted on traces. Without a fit a geometric law stands in.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ MAX_AVERAGE = 32.0
 TRUST_PRIOR = 4.0  # tokens promised and kept before the first step: so much is a drafter trusted at first
 TRUST_DECAY = 0.95
 MAX_TRUST = 1.5
+LEVEL_SHARES = np.array([0.5, 1.0, 1.5])  # without a fit: what poor, common and good drafts add, over the mean
+NUM_LEVELS = len(LEVEL_SHARES)
 
 
 @dataclass
@@ -70,26 +73,27 @@ class Forecast:
     draft_sizes: tuple[int, ...]
     is_chain: bool = False
     num_nodes: int = 63
-    weights: FloatArray | None = None  # [sizes, nodes, features]
+    weights: FloatArray | None = None  # [sizes, levels, nodes, features]
 
     def __post_init__(self) -> None:
-        wanted = (len(self.draft_sizes), self.num_nodes, len(FEATURES))
+        wanted = (len(self.draft_sizes), NUM_LEVELS, self.num_nodes, len(FEATURES))
         if self.weights is not None and self.weights.shape != wanted:
             raise InputError(f"the forecast's weights have the shape {self.weights.shape}, and {wanted} is needed")
 
     def expected(self, recent: Recent) -> NDArray[np.float64]:
-        """Tokens a step emits [sizes, nodes + 1], by draft size and number of nodes checked, 0 first."""
-        curves = np.ones((len(self.draft_sizes), self.num_nodes + 1))
+        """Tokens a step emits [sizes, levels, nodes + 1] if so many nodes are checked, 0 first."""
+        curves = np.ones((len(self.draft_sizes), NUM_LEVELS, self.num_nodes + 1))
         if self.weights is not None:
-            curves[:, 1:] += sigmoid(self.weights @ recent.features()).cumsum(axis=1)
+            curves[..., 1:] += sigmoid(self.weights @ recent.features()).cumsum(axis=-1)
             return curves
         mean = (recent.average + recent.expected) / 2 if recent.has_drafted else recent.average
-        return self._geometric(curves, 1 - 1 / max(mean, 1.01))
+        means = np.maximum(1 + LEVEL_SHARES * (mean - 1), 1.01)
+        return self._geometric(curves, 1 - 1 / means)
 
-    def _geometric(self, curves: NDArray[np.float64], share: float) -> NDArray[np.float64]:
+    def _geometric(self, curves: NDArray[np.float64], shares: NDArray[np.float64]) -> NDArray[np.float64]:
         """Every position is right with probability `share`; a tree's nodes fall off more slowly and reach further."""
-        ranks = np.arange(1, self.num_nodes + 1)
-        curves[:, 1:] += np.cumsum(share ** (ranks if self.is_chain else ranks**0.8))
-        reach = share if self.is_chain else share**0.5
-        limits = [(1 - reach**size) / (1 - reach) for size in self.draft_sizes]
-        return np.minimum(curves, np.array(limits)[:, None])
+        ranks = np.arange(1.0, self.num_nodes + 1)
+        curves[..., 1:] += np.cumsum(shares[:, None] ** (ranks if self.is_chain else ranks**0.8), axis=-1)
+        reach = shares if self.is_chain else shares**0.5  # [levels]
+        limits = (1 - reach ** np.array(self.draft_sizes)[:, None]) / (1 - reach)  # [sizes, levels]
+        return np.minimum(curves, limits[..., None])

@@ -102,11 +102,13 @@ class StepPilot(Pilot):
         rest = self._rest_ms(inputs)
         drafts = np.array([self.costs.draft_ms(size, inputs.batch_size) for size in sizes])
         step_ms = drafts[:, None] + rest  # [sizes, nodes + 1]
-        rates = (expected / step_ms).max(axis=1)
+        counts = (expected / step_ms[:, None]).argmax(axis=-1)  # [sizes, levels]: nodes that will be checked
+        tokens = np.take_along_axis(expected, counts[..., None], axis=-1).sum(axis=(1, 2))
+        rates = tokens / np.take_along_axis(step_ms, counts, axis=-1).sum(axis=-1)
         best = int(rates.argmax())
         reach = np.minimum(np.arange(1, len(rest) + 1), sizes[best])
         limit = float((reach / step_ms[best]).max())
-        is_open = self.gate.is_open(float(rates[best]) * rest[0], limit * rest[0])
+        is_open = self.gate.is_open(float(rates[best] * rest[0]), limit * float(rest[0]))
         return sizes[best] if is_open else 0
 
     def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:

@@ -1,7 +1,8 @@
 """Prompt files: .txt (one prompt per line) and .jsonl, plain or compressed with gzip or xz.
 
-A JSON line holds its prompt under `turns` (the first user turn), `prompt`, `text` or `question`. Evaluation sets split
-by rule, not by list: prompts whose sha256(id) is 0 modulo 4 are calibration, the rest are test.
+A JSON line holds its prompt under `turns` (user turns in order), `prompt`, `text` or `question`, and may hold what
+scoring needs under `answer` and `meta`. Evaluation sets split by rule, not by list: prompts whose sha256(id) is 0 modulo
+4 are calibration, the rest are test.
 """
 
 import gzip
@@ -9,8 +10,8 @@ import hashlib
 import json
 import lzma
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,18 +23,29 @@ _KEYS = ("prompt", "text", "question", "instruction")
 @dataclass(frozen=True)
 class Prompt:
     id: str
-    text: str
+    text: str  # the first user turn
+    later_turns: tuple[str, ...] = ()
+    answer: str | None = None  # the right result, where there is one
+    meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        return (self.text, *self.later_turns)
 
     @property
     def is_calibration(self) -> bool:
-        return int(hashlib.sha256(self.id.encode()).hexdigest(), 16) % 4 == 0
+        return int(self.digest, 16) % 4 == 0
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.id.encode()).hexdigest()
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """Every prompt of a file; an error names the file and the line."""
+def read_prompts(path: Path, *, skip_bad: Callable[[InputError], None] | None = None) -> list[Prompt]:
+    """Every prompt of a file; an error names the file and the line. With `skip_bad`, bad lines are told it and left."""
     try:
         with _open(path) as lines:
-            prompts = list(_parse(path, lines))
+            prompts = list(_parse(path, lines, skip_bad))
     except FileNotFoundError as error:
         raise InputError(f"prompt file {path} does not exist") from error
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
@@ -52,16 +64,29 @@ def _open(path: Path) -> IO[bytes]:
     return path.open("rb")
 
 
-def _parse(path: Path, lines: IO[bytes]) -> Iterator[Prompt]:
-    is_json = ".jsonl" in path.name
+def _parse(path: Path, lines: IO[bytes], skip_bad: Callable[[InputError], None] | None) -> Iterator[Prompt]:
     for number, raw in enumerate(lines, start=1):
-        where, name = f"{path}, line {number}", f"{path.name}:{number}"
         try:
-            line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise InputError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-        if line:
-            yield _parse_json(line, where, name) if is_json else Prompt(name, line)
+            prompt = _parse_line(path, number, raw)
+        except InputError as error:
+            if skip_bad is None:
+                raise
+            skip_bad(error)
+            continue
+        if prompt is not None:
+            yield prompt
+
+
+def _parse_line(path: Path, number: int, raw: bytes) -> Prompt | None:
+    """The prompt in one line; None where it is blank."""
+    where, name = f"{path}, line {number}", f"{path.name}:{number}"
+    try:
+        line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    if not line:
+        return None
+    return _parse_json(line, where, name) if ".jsonl" in path.name else Prompt(name, line)
 
 
 def _parse_json(line: str, where: str, default_id: str) -> Prompt:
@@ -69,14 +94,22 @@ def _parse_json(line: str, where: str, default_id: str) -> Prompt:
         record = json.loads(line)
     except ValueError as error:
         raise InputError(f"{where}: not valid JSON ({error})") from error
-    text = _find_text(record) if isinstance(record, dict) else None
-    if not text:
+    turns = _find_turns(record) if isinstance(record, dict) else ()
+    if not turns:
         raise InputError(f"{where}: no prompt found; expected a text under turns, {', '.join(_KEYS)}")
-    return Prompt(str(record.get("id", default_id)), text)
+    answer, meta = record.get("answer"), record.get("meta")
+    return Prompt(
+        id=str(record.get("id", default_id)),
+        text=turns[0],
+        later_turns=turns[1:],
+        answer=None if answer is None else str(answer),
+        meta=meta if isinstance(meta, dict) else {},
+    )
 
 
-def _find_text(record: dict[str, Any]) -> str | None:
+def _find_turns(record: dict[str, Any]) -> tuple[str, ...]:
     turns = record.get("turns")
-    if isinstance(turns, list) and turns and isinstance(turns[0], str) and turns[0].strip():
-        return turns[0]
-    return next((record[key] for key in _KEYS if isinstance(record.get(key), str) and record[key].strip()), None)
+    if isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns):
+        return tuple(turns)
+    text = next((record[key] for key in _KEYS if isinstance(record.get(key), str) and record[key].strip()), None)
+    return (text,) if text else ()

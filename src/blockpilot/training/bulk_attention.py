@@ -15,7 +15,7 @@ BLOCK_ROWS = 64
 MIN_GROUP = 16  # the smallest tile the matrix units take
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]  # compiled by Triton
     q, new_keys, new_values, keys, values, positions, out, scale, capacity,
     HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,

@@ -106,7 +106,7 @@ def test_what_cannot_be_measured_names_both_sides() -> None:
     llm = make_drafted()
     with pytest.raises(InputError, match="batch of 5 needs as many slots; this engine has 4"):
         measure(llm, replace(PLAN, batch_sizes=(5,)))
-    with pytest.raises(InputError, match="context of 150 .* up to 80"):
+    with pytest.raises(InputError, match=r"context of 150 .* up to 80"):
         measure(llm, replace(PLAN, contexts=(150,)))
     streams = [llm.stream("abc", PARAMS, pilot="ar", is_raw=True) for _ in range(4)]
     for stream in streams:

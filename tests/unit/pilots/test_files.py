@@ -19,7 +19,7 @@ CALIBRATION = Calibration(RANDOM.normal(size=(3, 6)).astype(np.float32))
 
 
 def make_pilot(*, is_chain: bool) -> StepPilot:
-    weights = RANDOM.normal(size=(2, 10, 5)).astype(np.float32)
+    weights = RANDOM.normal(size=(2, 3, 10, 5)).astype(np.float32)
     forecast = Forecast((4, 8), is_chain, 10, weights)
     return StepPilot(CALIBRATION, StepCosts.linear(), is_chain=is_chain, draft_sizes=(4, 8), forecast=forecast)
 

@@ -1,0 +1,120 @@
+"""Raw records: one line per answer, written through to the disk as soon as it exists.
+
+Everything else is computed from them. A run that is cut off loses the round it was in: a round is one batch of prompts
+answered by every method, and is measured anew as a whole, so that all its times come from the same minutes.
+"""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from blockpilot.core.errors import InputError
+from blockpilot.core.files import ensure_folder, write_text
+
+RoundKey = tuple[str, int, int]  # task, batch, repeat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One turn of one prompt, by one method. Seconds of a batch are those of all its requests together."""
+
+    task: str
+    prompt_id: str
+    batch: int  # which prompts of the task ran together; with concurrency 1 the prompt's own number
+    turn: int
+    repeat: int
+    method: str
+    token_ids: list[int]
+    text: str
+    num_prompt_tokens: int
+    finish_reason: str
+    block_sizes: list[int]
+    verify_sizes: list[int]
+    emitted: list[int]
+    prefill_seconds: float
+    decode_seconds: float
+    draft_seconds: float
+    verify_seconds: float
+    pilot_seconds: float
+    peak_memory_bytes: int
+
+    @property
+    def round_key(self) -> RoundKey:
+        return self.task, self.batch, self.repeat
+
+    @property
+    def tau(self) -> float | None:
+        return sum(self.emitted) / len(self.emitted) if self.emitted else None
+
+
+_FIELDS = {field.name for field in fields(Answer)}
+
+
+class AnswersFile:
+    """The answers of a run, in a file that only grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.answers = _read(path)
+
+    def drop_incomplete(self, num_answers: dict[RoundKey, int]) -> None:
+        """Forget rounds that have fewer answers than they should; they are measured anew."""
+        found: dict[RoundKey, int] = defaultdict(int)
+        for answer in self.answers:
+            found[answer.round_key] += 1
+        kept = [answer for answer in self.answers if found[answer.round_key] == num_answers.get(answer.round_key)]
+        text = "".join(_line(answer) for answer in kept)
+        if not self.path.is_file() or self.path.read_bytes() != text.encode():
+            write_text(self.path, text)
+        self.answers = kept
+
+    @property
+    def rounds(self) -> set[RoundKey]:
+        return {answer.round_key for answer in self.answers}
+
+    def append(self, answers: Sequence[Answer]) -> None:
+        ensure_folder(self.path.parent)
+        with self.path.open("a", encoding="utf-8") as file:
+            for answer in answers:
+                file.write(_line(answer))
+                file.flush()
+                os.fsync(file.fileno())
+        self.answers += answers
+
+    def drop_task(self, task: str) -> None:
+        """A task that could not be finished has no results, in memory; its lines stay."""
+        self.answers = [answer for answer in self.answers if answer.task != task]
+
+
+def _line(answer: Answer) -> str:
+    return json.dumps(asdict(answer)) + "\n"
+
+
+def _read(path: Path) -> list[Answer]:
+    """Every whole line. A last line without its end was cut off; anything else that is no answer is an error."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    lines = content.split(b"\n")[:-1]  # what follows the last line end is empty, or was cut off
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _parse(line: bytes, where: str) -> Answer:
+    try:
+        values: Any = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{where}: not valid JSON ({error}); mend the line or choose another --out") from error
+    if not isinstance(values, dict) or values.keys() != _FIELDS:
+        raise InputError(f"{where}: not an answer of this version; choose another --out")
+    return Answer(**values)
+
+
+def select(answers: Iterable[Answer], *, task: str | None = None, method: str | None = None) -> list[Answer]:
+    return [a for a in answers if task in (None, a.task) and method in (None, a.method)]

@@ -1,0 +1,130 @@
+"""The methods of a benchmark: a name, the drafter it needs, and the pilot that decodes with it.
+
+ar                  plain decoding, what everything is compared with
+ngram               chains copied from the text so far
+eagle3, eagle3-tree chains and trees of the EAGLE-3 head; their sizes suit the device unless they are named
+dflash:B            chains of block size B from the DFlash drafter
+best-fixed          the dflash:B that is fastest on calibration prompts, chosen inside the run
+tree:N, tree:N@B    N nodes from the DFlash drafter
+blockpilot          the paper's pilot: one block size per request, read off the prefill
+chain-step, step    a size, or a tree, for every step
+auto                what `generate` uses by default
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from blockpilot.core.config import cache_dir
+from blockpilot.core.errors import InputError
+from blockpilot.models.shipped import DRAFTERS
+from blockpilot.pilots.files import read_card
+from blockpilot.pilots.registry import load_pilot
+
+KNOWN = (
+    "ar, ngram, ngram:B, eagle3, eagle3:B, eagle3-tree, eagle3-tree:N, dflash:B, best-fixed, tree:N, tree:N@B, "
+    "blockpilot, chain-step, step, auto"
+)
+DEFAULT_METHODS = ("ar", "ngram", "eagle3", "eagle3-tree", "dflash:4", "dflash:8", "dflash:16", "dflash:32")
+DEFAULT_METHODS += ("best-fixed", "tree:15", "blockpilot", "chain-step", "step", "auto")
+CHAIN_SIZES = {"cpu": "4", "cuda": "8"}  # of n-gram and EAGLE-3 chains; checks are cheap on a GPU
+TREES = {"cpu": "7@4", "cuda": "31"}  # of EAGLE-3
+EAGLE3_LIMIT = 16  # block size; the head drafts no further
+ADAPTIVE = ("chain-step", "step", "auto")
+BEST_FIXED, PAPER = "best-fixed", "blockpilot"
+NO_DRAFTER = "none"
+DRAFTER_OPTIONS = {"dflash": "--drafter", "eagle3": "--eagle3"}
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    drafter: str  # dflash, eagle3, ngram or none
+    pilot: str  # by name, as `LLM.generate` takes it; empty for best-fixed until it has been chosen
+
+    def at_size(self, block_size: int) -> "Method":
+        return replace(self, pilot=f"fixed:{block_size}")
+
+
+def parse_methods(
+    names: Sequence[str], *, device: str, target: str, pilot_folder: Path | None = None
+) -> tuple[Method, ...]:
+    """The methods by name, each once, plain decoding first."""
+    device_type = "cuda" if device.startswith("cuda") else "cpu"
+    unique = dict.fromkeys(["ar", *names])
+    return tuple(_parse(name, device_type, target, pilot_folder) for name in unique)
+
+
+def fixed_method(block_size: int) -> Method:
+    return Method(f"dflash:{block_size}", "dflash", f"fixed:{block_size}")
+
+
+def _parse(name: str, device_type: str, target: str, pilot_folder: Path | None) -> Method:
+    kind, colon, size = name.partition(":")
+    if name == "ar":
+        return Method(name, NO_DRAFTER, "ar")
+    if name == BEST_FIXED:
+        return Method(name, "dflash", "")
+    if name == PAPER:
+        return Method(name, "dflash", f"prefill:{find_paper_pilot(target, pilot_folder)}")
+    if name in ADAPTIVE:
+        return Method(name, "dflash", name)
+    if kind in ("ngram", "eagle3"):
+        return _checked(Method(name, kind, f"fixed:{size if colon else CHAIN_SIZES[device_type]}"))
+    if kind == "eagle3-tree":
+        return _checked(Method(name, "eagle3", f"tree:{size if colon else TREES[device_type]}"))
+    if kind == "dflash" and colon:
+        return _checked(Method(name, "dflash", f"fixed:{size}"))
+    if kind == "tree" and colon:
+        return _checked(Method(name, "dflash", name))
+    raise InputError(f"unknown method {name!r}; known: {KNOWN}")
+
+
+def _checked(method: Method) -> Method:
+    try:
+        pilot = load_pilot(method.pilot)
+    except InputError as error:
+        raise InputError(f"method {method.name!r}: {str(error).partition(': ')[2]}") from error
+    if not pilot.num_candidates:
+        raise InputError(f"method {method.name!r}: a block of size 1 drafts nothing; that is the method ar")
+    block_size = getattr(pilot, "block_size", None) or getattr(pilot, "draft_size", None) or 0
+    if method.drafter == "eagle3" and block_size > EAGLE3_LIMIT:
+        raise InputError(f"method {method.name!r}: EAGLE-3 drafts blocks of up to {EAGLE3_LIMIT}")
+    return method
+
+
+def paper_pilot_folder(target: str) -> Path:
+    """Where a trained prefill pilot is looked for."""
+    return cache_dir() / "pilots" / f"{Path(target).name}-prefill"
+
+
+def find_paper_pilot(target: str, given: Path | None) -> Path:
+    folder = given or paper_pilot_folder(target)
+    if not (folder / "pilot.json").is_file():
+        raise InputError(
+            f"method {PAPER} needs a trained pilot, and there is none in {folder}: build one with "
+            f"`blockpilot train-pilot --kind prefill --out {folder}`, or name its folder with --pilot-file"
+        )
+    if (kind := read_card(folder).kind) != "prefill":
+        raise InputError(f"method {PAPER} needs a prefill pilot, and {folder} holds one of kind {kind!r}")
+    return folder
+
+
+def choose_drafters(methods: Sequence[Method], target: str, given: dict[str, str]) -> dict[str, str]:
+    """Kind -> drafter to load: what was given, else what ships for the target. `given` may say auto."""
+    chosen: dict[str, str] = {}
+    for method in methods:
+        kind = method.drafter
+        if kind not in DRAFTER_OPTIONS:
+            chosen.setdefault(kind, kind)
+            continue
+        spec = given.get(kind, "auto")
+        shipped = next((name for name, d in DRAFTERS.items() if d.target == target and kind in name), None)
+        if spec == "auto" and shipped is None:
+            title = {"dflash": "a DFlash", "eagle3": "an EAGLE-3"}[kind]
+            raise InputError(
+                f"method {method.name!r} needs {title} drafter, and none ships for {target}: "
+                f"give {DRAFTER_OPTIONS[kind]} MODEL, or leave the method out"
+            )
+        chosen[kind] = str(shipped) if spec == "auto" else spec
+    return chosen

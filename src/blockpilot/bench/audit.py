@@ -1,9 +1,9 @@
 """Is the text the same as that of plain decoding? Every difference is looked at, and named.
 
 Kernels of different shapes round differently, so two tokens whose scores are all but equal may change places. Such a
-near-tie is recognised by one pass of the target over the plain text up to the difference: both tokens must lie within a
-small gap of the best score there. With sampling the scores are logits / temperature + noise. Anything else is a mismatch
-and a bug. Counting ends at a prompt's first difference: what follows it is another text.
+near-tie is recognised by one pass of the target over the plain text up to the difference: both tokens must lie within
+a small gap of the best score there. With sampling the scores are logits / temperature + noise. Anything else is a
+mismatch and a bug. Counting ends at a prompt's first difference: what follows it is another text.
 """
 
 from collections.abc import Mapping, Sequence

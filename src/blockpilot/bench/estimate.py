@@ -40,3 +40,9 @@ def estimate(tasks: Sequence[TaskPrompts], config: BenchConfig, device: str) -> 
 
 def _count_characters(prompts: Sequence[Prompt]) -> int:
     return sum(len(turn) for prompt in prompts for turn in prompt.turns)
+
+
+def format_duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -25,8 +25,8 @@ KNOWN = (
     "ar, ngram, ngram:B, eagle3, eagle3:B, eagle3-tree, eagle3-tree:N, dflash:B, best-fixed, tree:N, tree:N@B, "
     "blockpilot, chain-step, step, auto"
 )
-DEFAULT_METHODS = ("ar", "ngram", "eagle3", "eagle3-tree", "dflash:4", "dflash:8", "dflash:16", "dflash:32")
-DEFAULT_METHODS += ("best-fixed", "tree:15", "blockpilot", "chain-step", "step", "auto")
+DEFAULT_METHODS: tuple[str, ...] = ("ar", "ngram", "eagle3", "eagle3-tree", "dflash:4", "dflash:8", "dflash:16")
+DEFAULT_METHODS += ("dflash:32", "best-fixed", "tree:15", "blockpilot", "chain-step", "step", "auto")
 CHAIN_SIZES = {"cpu": "4", "cuda": "8"}  # of n-gram and EAGLE-3 chains; checks are cheap on a GPU
 TREES = {"cpu": "7@4", "cuda": "31"}  # of EAGLE-3
 EAGLE3_LIMIT = 16  # block size; the head drafts no further
@@ -103,7 +103,7 @@ def find_paper_pilot(target: str, given: Path | None) -> Path:
     if not (folder / "pilot.json").is_file():
         raise InputError(
             f"method {PAPER} needs a trained pilot, and there is none in {folder}: build one with "
-            f"`blockpilot train-pilot --kind prefill --out {folder}`, or name its folder with --pilot-file"
+            f"`blockpilot train-pilot --kind prefill --traces TRACES --out {folder}`, or name its folder with --pilot-file"
         )
     if (kind := read_card(folder).kind) != "prefill":
         raise InputError(f"method {PAPER} needs a prefill pilot, and {folder} holds one of kind {kind!r}")

@@ -26,7 +26,7 @@ from blockpilot.bench.statistics import (
 
 Row = dict[str, Any]
 MEAN = "mean"
-AVERAGED = ("tau_mean", "tau_pooled", "tau_loop_free", "loop_share", "tokens_per_second", "speedup")
+AVERAGED: tuple[str, ...] = ("tau_mean", "tau_pooled", "tau_loop_free", "loop_share", "tokens_per_second", "speedup")
 AVERAGED += ("end_to_end_speedup", "time_to_first_token")
 SUMMED = ("num_prompts", "num_tokens", "num_steps", "mismatches", "near_ties")
 _MEAN_FIELDS = {"task", "method", "model", "temperature", *SUMMED, *AVERAGED, "speedup_ci", "manifest"}

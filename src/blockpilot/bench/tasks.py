@@ -1,7 +1,7 @@
 """The prompt sets: small subsets inside the package, whole ones in a folder, or files of the user's own.
 
-Prompts are taken in the order of the digest of their id. That order is arbitrary but fixed: the first N are a fair sample
-of a set sorted by topic, and more prompts only add to fewer.
+Prompts are taken in the order of the digest of their id. That order is arbitrary but fixed: the first N are a fair
+sample of a set sorted by topic, and more prompts only add to fewer.
 """
 
 from collections.abc import Callable, Sequence

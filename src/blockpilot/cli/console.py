@@ -6,10 +6,11 @@ Progress is drawn only where somebody watches; in a log file it would be noise.
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-Report = Callable[[str, int, int], None]  # (message, bytes done, bytes in all)
+Report = Callable[[str, int, int], None]  # (message, done, in all); downloads count bytes
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -63,6 +64,33 @@ def show_progress(waiting_for: str) -> Iterator[Report]:
                 progress.reset(task, description=waiting_for, total=None, amount="")
 
         yield report
+
+
+@contextlib.contextmanager
+def show_counted(what: str, seconds_between_lines: float = 5.0) -> Iterator[Report]:
+    """A bar for whoever watches, a line every few seconds in a log; the message names what was just done."""
+    if not sys.stderr.isatty():
+        yield _count_in_lines(what, seconds_between_lines)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda message, done, total: progress.update(task, description=message, completed=done, total=total)
+
+
+def _count_in_lines(what: str, seconds_between: float) -> Report:
+    last = float("-inf")
+
+    def report(message: str, done: int, total: int) -> None:
+        nonlocal last
+        if done >= total or time.monotonic() - last > seconds_between:
+            last = time.monotonic()
+            print(f"{done:,} of {total:,} {what}: {message}", file=sys.stderr, flush=True)
+
+    return report
 
 
 def _report_in_lines() -> Report:

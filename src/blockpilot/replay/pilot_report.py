@@ -1,0 +1,161 @@
+"""What a pilot gains on traces it has not seen: against plain decoding, the best fixed choices and the oracles.
+
+The best fixed chain and tree are chosen on the training traces. Intervals are paired bootstrap over requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockpilot.pilots.base import Pilot
+from blockpilot.pilots.calibration import Calibration, expected_calibration_error
+from blockpilot.pilots.cost_model import StepCosts
+from blockpilot.pilots.fitting import mark_hits
+from blockpilot.pilots.fixed import FixedPilot, PlainPilot, TreePilot
+from blockpilot.pilots.growth import best_first
+from blockpilot.pilots.step import StepPilot
+from blockpilot.replay.costs import SimulatedStep, total
+from blockpilot.replay.oracles import oracle_request, oracle_steps
+from blockpilot.replay.simulate import simulate
+from blockpilot.replay.traces import Trace
+
+TREES = (2, 3, 4, 6, 8, 12, 15, 24, 31, 63)
+NUM_NODES = 15  # nodes per anchor whose probabilities are judged
+NUM_BINS = 15
+LOADS = {  # what a draft and each drafted token checked cost, in plain steps
+    "flat": (0.15, 0.0),
+    "mild": (0.15, 0.02),
+    "cpu-like": (0.25, 0.05),
+    "loaded": (0.25, 0.1),
+    "saturated": (0.2, 0.5),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method under one load, all requests together."""
+
+    load: str
+    method: str
+    tau: float
+    over_plain: float
+    over_best_fixed: float
+    interval: tuple[float, float]  # 95 %, of over_best_fixed
+    draft_share: float  # of steps that drafted
+    verify_size: float  # mean
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(
+    train: Sequence[Trace], test: Sequence[Trace], pilots: Sequence[Pilot], costs: StepCosts, *, load: str
+) -> list[Row]:
+    """Rows of plain decoding, best fixed chain and tree, the given pilots and the oracles on the test traces."""
+    sizes = test[0].setting.sizes
+    chain = _best([FixedPilot(size) for size in sizes], train, costs)
+    trees = [TreePilot(count, size) for size in sorted(test[0].drafts) for count in TREES if count >= size // 4]
+    walks: dict[str, list[list[SimulatedStep]]] = {
+        "ar": [simulate(trace, PlainPilot(), costs) for trace in test],
+        f"best fixed ({chain.name})": [simulate(trace, chain, costs) for trace in test],
+    }
+    if trees:
+        tree = _best(trees, train, costs)
+        walks[f"best tree ({tree.name})"] = [simulate(trace, tree, costs) for trace in test]
+    for pilot in pilots:
+        priced = replace(pilot, costs=costs) if isinstance(pilot, StepPilot) else pilot
+        walks[pilot.name] = [simulate(trace, priced, costs) for trace in test]
+    walks["oracle per request"] = [oracle_request(trace, (1, *sizes), costs).steps for trace in test]
+    walks["oracle per step"] = [oracle_steps(trace, costs) for trace in test]
+    plain, fixed = list(walks.values())[:2]
+    return [_row(load, name, found, plain=plain, fixed=fixed) for name, found in walks.items()]
+
+
+def linear_loads() -> dict[str, StepCosts]:
+    return {name: StepCosts.linear(draft, 1.0, slope) for name, (draft, slope) in LOADS.items()}
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Predicted and observed frequencies of nodes, in equally full bins."""
+
+    error: float
+    predicted: list[float]
+    observed: list[float]
+    num_nodes: int
+
+
+def judge_calibration(calibration: Calibration, traces: Sequence[Trace]) -> dict[str, Reliability]:
+    """Per task, and pooled under the name `all`: the likeliest nodes of every anchor, at every draft size."""
+    found: dict[str, list[tuple[NDArray[np.float32], NDArray[np.bool_]]]] = {}
+    for trace in traces:
+        for size in trace.drafts:
+            found.setdefault(trace.task, []).append(_node_outcomes(calibration, trace, size))
+    reports = {task: _reliability(parts) for task, parts in sorted(found.items())}
+    return reports | {"all": _reliability([part for parts in found.values() for part in parts])}
+
+
+def _node_outcomes(calibration: Calibration, trace: Trace, size: int) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    probabilities, outcomes = [], []
+    true_ranks = trace.draft(size).true_ranks
+    for anchor in range(0, trace.num_anchors, 2):
+        candidates = trace.candidates(size, anchor, 8)
+        stream = best_first(*calibration.probabilities(candidates), candidates.token_ids)
+        nodes = list(islice(stream, NUM_NODES))
+        hits, _ = mark_hits([(parent, rank) for _, parent, rank in nodes], true_ranks[anchor], len(nodes))
+        probabilities += [path for path, _, _ in nodes]
+        outcomes += hits.tolist()
+    return np.array(probabilities, np.float32), np.array(outcomes, np.bool_)
+
+
+def _reliability(parts: Sequence[tuple[NDArray[np.float32], NDArray[np.bool_]]]) -> Reliability:
+    probabilities, hits = (np.concatenate([part[index] for part in parts]) for index in range(2))
+    bins = np.array_split(np.argsort(probabilities, kind="stable"), NUM_BINS)
+    return Reliability(
+        expected_calibration_error(probabilities, hits, NUM_BINS),
+        [float(probabilities[part].mean()) for part in bins if len(part)],
+        [float(hits[part].mean()) for part in bins if len(part)],
+        len(hits),
+    )
+
+
+def _best(pilots: Sequence[FixedPilot] | Sequence[TreePilot], traces: Sequence[Trace], costs: StepCosts) -> Pilot:
+    return max(pilots, key=lambda pilot: total([simulate(trace, pilot, costs) for trace in traces]).tokens_per_second)
+
+
+def _row(
+    load: str,
+    method: str,
+    walks: list[list[SimulatedStep]],
+    *,
+    plain: list[list[SimulatedStep]],
+    fixed: list[list[SimulatedStep]],
+) -> Row:
+    everything = total(walks)
+    steps = [step for walk in walks for step in walk]
+    speed = everything.tokens_per_second
+    return Row(
+        load=load,
+        method=method,
+        tau=everything.tau,
+        over_plain=speed / total(plain).tokens_per_second,
+        over_best_fixed=speed / total(fixed).tokens_per_second,
+        interval=_interval(walks, fixed),
+        draft_share=sum(step.block_size > 1 for step in steps) / len(steps),
+        verify_size=sum(step.verify_size for step in steps) / len(steps),
+    )
+
+
+def _interval(
+    walks: list[list[SimulatedStep]], others: list[list[SimulatedStep]], *, num_samples: int = 2000
+) -> tuple[float, float]:
+    """Of the ratio of speeds: requests are drawn again with replacement, the same for both."""
+    ms = np.array([[sum(step.milliseconds for step in walk) for walk in found] for found in (walks, others)])
+    drawn = np.random.default_rng(0).integers(0, ms.shape[1], (num_samples, ms.shape[1]))
+    sums = ms[:, drawn].sum(axis=-1)  # both finish the same answers
+    low, high = np.quantile(sums[1] / sums[0], (0.025, 0.975)).tolist()
+    return low, high

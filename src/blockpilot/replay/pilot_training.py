@@ -1,0 +1,117 @@
+"""From traces to pilots."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from blockpilot.core.errors import InputError
+from blockpilot.pilots.cost_model import StepCosts
+from blockpilot.pilots.fitting import Drafts, fit_calibration, fit_forecast, train_prefill
+from blockpilot.pilots.prefill import PrefillConfig, PrefillPilot
+from blockpilot.pilots.step import StepPilot
+from blockpilot.replay.costs import total
+from blockpilot.replay.simulate import walk_chain
+from blockpilot.replay.trace_files import TraceSet
+from blockpilot.replay.traces import Trace
+
+MIN_TRACES = 8
+SAME = ("target", "drafter", "drafter_sha256", "dtype", "sizes", "draft_sizes", "num_candidates", "vocab_size")
+
+
+@dataclass(frozen=True)
+class TraceGroup:
+    """Traces of one pair, from one or more folders collected alike."""
+
+    traces: list[Trace]
+    manifest: dict[str, Any]  # of the first folder
+
+    @property
+    def num_anchors(self) -> int:
+        return sum(trace.num_anchors for trace in self.traces)
+
+
+def read_group(folders: Sequence[Path], *, like: TraceGroup | None = None) -> TraceGroup:
+    """All traces of the folders; what they must share is compared with the first one, or with `like`."""
+    sets = [TraceSet(folder) for folder in folders]
+    first, where = (like.manifest, "the training traces") if like else (sets[0].manifest, str(folders[0]))
+    for found in sets:
+        for key in SAME:
+            if found.manifest.get(key) != first.get(key):
+                raise InputError(
+                    f"{found.folder} holds other traces than {where}: {key} is {found.manifest.get(key)!r} there and "
+                    f"{first.get(key)!r} here"
+                )
+    return TraceGroup([trace for found in sets for trace in found], sets[0].manifest)
+
+
+def hold_out(group: TraceGroup, *, share: int = 4) -> tuple[TraceGroup, TraceGroup]:
+    """Training traces, and every fourth by its prompt's id."""
+    places = [int(hashlib.sha256(trace.prompt_id.encode()).hexdigest(), 16) // 4 % share for trace in group.traces]
+    parts = [
+        [trace for trace, place in zip(group.traces, places, strict=True) if bool(place) is is_kept]
+        for is_kept in (True, False)
+    ]
+    return TraceGroup(parts[0], group.manifest), TraceGroup(parts[1], group.manifest)
+
+
+def check_enough(group: TraceGroup, what: str) -> None:
+    if len(group.traces) < MIN_TRACES:
+        raise InputError(f"{len(group.traces)} {what} traces are too few, at least {MIN_TRACES}: collect more prompts")
+
+
+def drafts_of(traces: Sequence[Trace], size: int) -> Drafts:
+    """What the drafter offered at one draft size, over all traces."""
+    columns = [trace.draft(size) for trace in traces]
+    starts = np.concatenate(([0], np.cumsum([len(column.true_ranks) for column in columns])))[:-1].tolist()
+    pairs = [(column.first, column.pairwise) for column in columns]
+    is_paired = all(first is not None and later is not None for first, later in pairs)
+    return Drafts(
+        log_probs=np.concatenate([column.log_probs for column in columns]),
+        true_ranks=np.concatenate([column.true_ranks for column in columns]),
+        starts=starts,
+        first=np.concatenate([first for first, _ in pairs if first is not None]) if is_paired else None,
+        pairwise=np.concatenate([later for _, later in pairs if later is not None]) if is_paired else None,
+    )
+
+
+def train_step(group: TraceGroup) -> tuple[StepPilot, StepPilot]:
+    """The adaptive tree and the adaptive chain; they share their calibration."""
+    check_enough(group, "training")
+    sizes = tuple(group.manifest["draft_sizes"])
+    if not sizes:
+        raise InputError("these traces hold no candidates: collect with --draft-sizes and every anchor")
+    drafts = {size: drafts_of(group.traces, size) for size in sizes}
+    calibration = fit_calibration(list(drafts.values()))
+    tree, chain = (
+        StepPilot(
+            calibration,
+            StepCosts.linear(),
+            is_chain=is_chain,
+            draft_sizes=sizes,
+            forecast=fit_forecast(drafts, calibration, is_chain=is_chain),
+        )
+        for is_chain in (False, True)
+    )
+    return tree, chain
+
+
+def tau_table(traces: Iterable[Trace], sizes: Sequence[int]) -> np.ndarray:
+    """Tau [N, sizes] of every request at every fixed size."""
+    return np.array([[total([walk_chain(trace, size)]).tau for size in sizes] for trace in traces], dtype=np.float32)
+
+
+def train_prefill_pilot(
+    group: TraceGroup, config: PrefillConfig, *, num_epochs: int, seed: int, device: str = "cpu"
+) -> PrefillPilot:
+    """The seed paper's pilot, or a variant of it."""
+    import torch
+
+    check_enough(group, "training")
+    states = [trace.prefill_state() for trace in group.traces]
+    values = torch.stack([state.hidden if config.inputs == "hidden" else state.probabilities for state in states])
+    tau = torch.from_numpy(tau_table(group.traces, config.sizes))
+    return PrefillPilot(train_prefill(config, values.to(device), tau, num_epochs=num_epochs, seed=seed))

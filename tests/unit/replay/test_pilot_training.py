@@ -1,0 +1,102 @@
+"""From traces to pilots, and the judgement of what they gain."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from blockpilot.cli.main import main
+from blockpilot.core.errors import InputError
+from blockpilot.pilots.calibration import Calibration
+from blockpilot.pilots.cost_model import StepCosts
+from blockpilot.pilots.files import read_card
+from blockpilot.pilots.registry import load_pilot
+from blockpilot.replay.pilot_report import compare, judge_calibration
+from blockpilot.replay.pilot_training import drafts_of, hold_out, read_group, tau_table, train_step
+from tests.unit.replay.pieces import SIZES, make_pair, make_requests, run_collect
+
+FOLDERS = ("a", "b")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("traces")
+    llm = make_pair()
+    for seed, name in enumerate(FOLDERS):
+        run_collect(llm, root / name, temperature=1.0, seed=seed)
+    return [root / name for name in FOLDERS]
+
+
+def test_drafts_join_the_traces_in_order(folders: list[Path]) -> None:
+    group = read_group(folders)
+    drafts = drafts_of(group.traces, 8)
+    assert len(drafts) == group.num_anchors
+    third = group.traces[2]
+    np.testing.assert_array_equal(drafts.candidates(drafts.starts[2] + 1).log_probs, third.draft(8).log_probs[1])
+
+
+def test_the_fixed_size_is_chosen_on_the_training_traces(folders: list[Path]) -> None:
+    group = read_group(folders)
+    train, test = group.traces[:8], group.traces[8:]
+    costs = StepCosts.linear(0.2, 1.0, 0.1)
+    tree, chain = train_step(group)
+    rows = {row.method: row for row in compare(train, test, [chain, tree], costs, load="x")}
+    speeds = {size: sum(1 / t for t in tau_table(train, [size])[:, 0]) for size in SIZES}
+    name = next(method for method in rows if method.startswith("best fixed"))
+    assert name.removeprefix("best fixed (fixed:").removesuffix(")").isdecimal() and speeds
+    assert rows[name].over_best_fixed == 1 and rows[name].interval == (1, 1)
+    assert rows["ar"].tau == rows["ar"].over_plain == 1
+    assert rows["oracle per step"].over_plain >= rows["oracle per request"].over_plain >= rows[name].over_plain
+    assert rows["step"].interval[0] <= rows["step"].over_best_fixed <= rows["step"].interval[1]
+
+
+def test_calibration_is_judged_per_task_and_pooled(folders: list[Path]) -> None:
+    reports = judge_calibration(Calibration.identity(), read_group(folders).traces)
+    assert set(reports) == {"tiny", "all"}
+    assert reports["tiny"] == reports["all"] and reports["all"].num_nodes > 100
+    assert 0 <= reports["all"].error <= 1
+
+
+def test_held_out_traces_are_others(folders: list[Path]) -> None:
+    group = read_group(folders)
+    train, test = hold_out(group, share=2)
+    ids = [{trace.prompt_id for trace in part.traces} for part in (train, test)]
+    assert len(train.traces) + len(test.traces) == len(group.traces) and not ids[0] & ids[1]
+
+
+def test_traces_of_another_making_are_refused(folders: list[Path], tmp_path: Path) -> None:
+    run_collect(make_pair(), tmp_path / "other", count=1, num_candidates=3)
+    with pytest.raises(InputError, match="num_candidates is 3 there and 5 here"):
+        read_group([folders[0], tmp_path / "other"])
+
+
+@pytest.mark.parametrize("kind", ["step", "prefill"])
+def test_the_command_writes_a_pilot_that_loads(
+    kind: str, folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--traces", *map(str, folders), "--held-out", str(folders[0]), "--out", str(tmp_path / "p"), "--json"]
+    extra = ["--sizes", "3,8", "--hidden-size", "8", "--epochs", "2"] if kind == "prefill" else []
+    assert main(["train-pilot", "--kind", kind, *words, *extra]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {row["load"] for row in result["rows"]} >= {"flat", "saturated"}
+    card = read_card(tmp_path / "p")
+    assert card.kind == kind and card.training["num_traces"] == 10
+    llm = make_pair()
+    pilot = load_pilot(str(tmp_path / "p"), target=llm.target_name, drafter="dflash", max_block_size=64)
+    ids = [request.prompt_ids for request in make_requests(llm)]
+    answers, plain = (llm.generate(ids, pilot=chosen) for chosen in (pilot, "ar"))
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+
+
+def test_too_few_and_missing_traces_are_named(
+    folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "p")]
+    assert main(["train-pilot", "--traces", str(folders[0]), *out]) == 2
+    assert "too few, at least 8" in capsys.readouterr().err
+    assert main(["train-pilot", "--traces", str(tmp_path / "none"), *out]) == 2
+    assert "holds no traces" in capsys.readouterr().err
+    both = [*map(str, folders)]
+    assert main(["train-pilot", "--traces", *both, "--held-out", *both, "--kind", "prefill", *out]) == 2
+    assert "block size 6 is not in the traces" in capsys.readouterr().err

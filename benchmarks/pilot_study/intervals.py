@@ -1,6 +1,7 @@
 """Paired bootstrap over prompts: every column is resampled with the same rows, within each task."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -17,11 +18,17 @@ class Estimate:
     low: float  # 2.5 %
     high: float  # 97.5 %
 
-    def to_dict(self) -> dict[str, float]:
-        return {name: round(number, 6) for name, number in asdict(self).items()}
+    def to_dict(self) -> dict[str, float | None]:
+        """For JSON, which knows no NaN."""
+        return {name: round(number, 6) if math.isfinite(number) else None for name, number in asdict(self).items()}
 
-    def __format__(self, spec: str) -> str:
-        return f"{self.value:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
+
+def show(number: Mapping[str, float | None] | None, spec: str = "+.1%") -> str:
+    """A stored estimate as text: value [low, high]."""
+    if number is None or None in number.values():
+        return "-"
+    value, low, high = (number[key] for key in ("value", "low", "high"))
+    return f"{value:{spec}} [{low:{spec}}, {high:{spec}}]"
 
 
 class Bootstrap:

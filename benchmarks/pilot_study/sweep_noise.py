@@ -1,17 +1,18 @@
 """How much of an oracle's gain is the luck of the best of several draws.
 
-The tables hold one run per sample and size, so noise has to be told from its shape. The model, over consecutive sizes b:
+The tables hold one run per sample and size, so noise has to be told from its shape. Over consecutive sizes b:
 
     log tau[i, b] = level[i] + mean[b] + smooth[i](b) + noise[i, b]
 
 A sample's own preference is smooth, a polynomial in b of low degree; what is left is noise, independent between sizes,
-with a deviation of its own per sample. Two things follow by simulation: what the oracle gains when all samples share the
-mean curve (noise only), and what a predictor gains that knows every smooth curve and no noise (knowable).
+with a deviation of its own per sample. Two things follow by simulation: what the oracle gains when all samples share
+the mean curve (noise only), and what a predictor gains that knows every smooth curve and no noise (knowable).
 
-A sharp preference for one size that is real would count as noise here, and noise that neighbouring sizes share counts as
-a smooth curve. Higher degrees let more pass as real.
+A sharp preference for one size that is real would count as noise here, and noise that neighbouring sizes share counts
+as a smooth curve. Higher degrees let more pass as real.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,12 +29,8 @@ class NoiseModel:
     mean: Values  # [S]
     basis: Values  # [S, degree], the sample's own curve is a mix of these
     covariance: Values  # [degree, degree] of that mix, noise taken out
-    deviation: Values  # [N], of the noise
-
-    @property
-    def noise(self) -> float:
-        """Deviation of all noise together, as a share of tau."""
-        return float(np.sqrt((self.deviation**2).mean()))
+    deviation: Values  # [N], of the noise: right on average
+    noise: float  # deviation of all noise together, as a share of tau
 
 
 @dataclass(frozen=True)
@@ -54,11 +51,19 @@ def fit_noise(tau: Values, sizes: NDArray[np.int64], degree: int) -> NoiseModel:
     inverse = np.linalg.pinv(basis)
     mixes = (logs - mean) @ inverse.T  # [N, degree + 1]
     left = logs - mean - mixes @ basis.T
-    freedom = (len(sizes) - degree - 1) * (len(tau) - 1) / len(tau)
-    deviation = np.sqrt((left**2).sum(axis=1) / freedom)
-    spread = np.cov(mixes.T) - (deviation**2).mean() * inverse @ inverse.T
+    freedom = len(sizes) - degree - 1
+    variance = (left**2).sum(axis=1) / (freedom * (len(tau) - 1) / len(tau))  # the mean is estimated, too
+    spread = np.cov(mixes.T) - variance.mean() * inverse @ inverse.T
     own = spread[1:, 1:]  # the constant is the level
-    return NoiseModel(mixes[:, 0], mean, basis[:, 1:], _nearest_positive(own), deviation)
+    deviation = np.sqrt(variance) / root_bias(freedom)
+    return NoiseModel(
+        mixes[:, 0], mean, basis[:, 1:], _nearest_positive(own), deviation, float(np.sqrt(variance.mean()))
+    )
+
+
+def root_bias(freedom: int) -> float:
+    """The mean of the root of an unbiased variance estimate of normal values, over the true deviation."""
+    return math.sqrt(2 / freedom) * math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2)
 
 
 def simulate_gains(
@@ -73,21 +78,16 @@ def simulate_gains(
         noise = draw.normal(size=shape) * model.deviation[:, None]
         mixes = draw.multivariate_normal(np.zeros(len(model.covariance)), model.covariance, size=shape[0])
         curves = common + mixes @ model.basis.T
-        found.append(
-            [_gains(table, by, candidates, reference) for table, by in ((common + noise,) * 2, (curves,) * 2)]
-            + [_gains(curves + noise, curves + noise, candidates, reference)]
-        )
+        tables = (common + noise, curves, curves + noise)
+        found.append([oracle_gains(np.exp(table), candidates, reference) for table in tables])
     noise_only, knowable, both = np.array(found).mean(axis=0).tolist()
     return NoiseReport(model.noise, tuple(noise_only), tuple(knowable), tuple(both))
 
 
-def _gains(logs: Values, by: Values, candidates: NDArray[np.bool_], reference: int) -> tuple[float, float]:
-    """Of choosing per sample by `by` [N, S]: over the reference column, and over the best fixed candidate."""
-    tau = np.exp(logs)
-    chosen = np.where(candidates, by, -np.inf).argmax(axis=1)
-    mean = tau[np.arange(len(tau)), chosen].mean()
-    fixed = tau.mean(axis=0)
-    return float(mean / fixed[reference] - 1), float(mean / fixed[candidates].max() - 1)
+def oracle_gains(tau: Values, candidates: NDArray[np.bool_], reference: int) -> tuple[float, float]:
+    """Of the best candidate per row of `tau` [N, S]: over the reference column, and over the best fixed candidate."""
+    best, fixed = tau[:, candidates].max(axis=1).mean(), tau.mean(axis=0)
+    return float(best / fixed[reference] - 1), float(best / fixed[candidates].max() - 1)
 
 
 def _nearest_positive(matrix: Values) -> Values:

@@ -1,8 +1,8 @@
 """The seed paper's released tables: tau of one sample at several block sizes, one generation each.
 
-tau is a ratio of whole numbers (emitted tokens / steps), so the length of the answer behind it can be told up to a common
-factor. Greedy decoding is lossless on paper: the same sample should have the same answer at every size. Where no choice
-of factors brings the lengths together, the sizes were measured on different answers.
+tau is a ratio of whole numbers (emitted tokens / steps), so the length of the answer behind it can be told up to a
+common factor. Greedy decoding is lossless on paper: the same sample should have the same answer at every size. Where no
+choice of factors brings the lengths together, the sizes were measured on different answers.
 """
 
 import json
@@ -69,7 +69,8 @@ def join(sweeps: list[Sweep]) -> Sweep:
 
 def best_sizes(sweep: Sweep, sizes: tuple[int, ...]) -> NDArray[np.int64]:
     """The size with the largest tau of every sample; the smaller where two are alike."""
-    return np.array(sizes)[sweep.columns(sizes).argmax(axis=1)]
+    best: NDArray[np.int64] = np.array(sizes)[sweep.columns(sizes).argmax(axis=1)]
+    return best
 
 
 def count_ties(sweep: Sweep, sizes: tuple[int, ...]) -> int:

@@ -24,8 +24,12 @@ class Progress:
         self.done = self.skipped = 0
         self.started = time.perf_counter()
 
-    def say(self, what: str) -> None:
+    def prepare(self, what: str) -> None:
+        """Not counted: the pace is that of answers alone."""
         self.report(what, self.done, self.total)
+
+    def start(self) -> None:
+        self.started, self.skipped = time.perf_counter(), self.done
 
     def skip(self, count: int) -> None:
         self.done += count
@@ -49,6 +53,7 @@ class Measurer:
         done = file.rounds
         if any(work.key not in done for work in rounds):
             self._warm_up(methods, rounds[0])
+            self.progress.start()
         for work in rounds:
             if work.key in done or work.task in self.left_out:
                 self.progress.skip(work.num_answers * len(methods))
@@ -64,7 +69,7 @@ class Measurer:
     def _warm_up(self, methods: Sequence[Method], work: Round) -> None:
         """Where memory is short already, the rounds will tell which task does not fit."""
         for method in methods:
-            self.progress.say(f"warming up {method.name}")
+            self.progress.prepare(f"warming up {method.name}")
             try:
                 self.asker.warm_up(method, work.prompts)
             except (RuntimeError, MemoryError) as error:

@@ -115,6 +115,7 @@ def compile_kernels(num_threads: int) -> None:
     layer = BlockLinear(BlockCodes.quantize(np.ones((1, BLOCK), np.float32)), nn.Identity(), num_threads)
     norm = BlockNorm(torch.ones(BLOCK), 1e-6, nn.Identity())
     layer(norm(torch.ones(1, BLOCK)))
+    torch.set_num_threads(num_threads)  # Numba's pool raises it to the number of cores
 
 
 def _arrange(codes: BlockCodes) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:

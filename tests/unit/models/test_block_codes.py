@@ -7,7 +7,7 @@ import torch
 from gguf.quants import quantize
 from torch import nn
 
-from blockpilot.models.block_codes import BlockCodes, BlockLinear, decode_blocks
+from blockpilot.models.block_codes import BlockCodes, BlockLinear, compile_kernels, decode_blocks
 from blockpilot.models.packing import MkldnnLinear, choose_backend, pack_linear
 
 KINDS = ["Q4_0", "Q4_1", "Q8_0"]
@@ -72,3 +72,13 @@ def test_backend_falls_back_where_numba_is_missing(monkeypatch: pytest.MonkeyPat
     assert choose_backend("auto", torch.device("cpu"), torch.float32) == "mkldnn"
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
     assert choose_backend("auto", torch.device("cpu"), torch.float32) == "plain"
+
+
+def test_compiling_leaves_the_number_of_threads_alone() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        compile_kernels(1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

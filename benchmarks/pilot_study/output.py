@@ -1,0 +1,197 @@
+"""Rows as Markdown tables and as two figures."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blockpilot.core.files import atomic_path
+from pilot_study.intervals import show
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Row = Mapping[str, Any]
+
+
+def write_markdown(rows: Sequence[Row], trained: int) -> str:
+    return "\n\n".join(
+        text
+        for text in (
+            _optimal_table(_pick(rows, "optimal sizes"), trained),
+            _split_table(_pick(rows, "split"), trained),
+            _prefill_table(_pick(rows, "prefill"), trained),
+            _load_table(_pick(rows, "load"), trained),
+        )
+        if text
+    )
+
+
+def _pick(rows: Sequence[Row], experiment: str) -> list[Row]:
+    return [row for row in rows if row["experiment"] == experiment]
+
+
+def _optimal_table(rows: Sequence[Row], trained: int) -> str:
+    head = (
+        "task",
+        "requests",
+        "best size: how often",
+        "ties",
+        f"best beats {trained} by less than 1 / 2 / 5 %",
+        "oracle",
+    )
+    return _table(
+        "Optimal size of each request",
+        head,
+        [
+            (
+                row["task"],
+                str(row["num_requests"]),
+                ", ".join(f"{size}: {count}" for size, count in row["counts"].items() if count),
+                f"{row['ties']:.0%}",
+                " / ".join(f"{share:.0%}" for share in row["best_beats_trained"].values()),
+                show(row["oracle_gain"]),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _split_table(rows: Sequence[Row], trained: int) -> str:
+    head = (
+        "split",
+        "task",
+        "requests",
+        "same choice",
+        f"over {trained}",
+        "over best fixed",
+        "the part's own oracle",
+        "kept",
+    )
+    return _table(
+        "Size chosen on one part of the answer, judged on the other",
+        head,
+        [
+            (
+                row["split"],
+                row["task"],
+                str(row["num_requests"]),
+                f"{row['same_choice']:.0%}",
+                show(row["gain_over_trained"]),
+                show(row["gain_over_best_fixed"]),
+                show(row["oracle_gain_over_best_fixed"]),
+                show(row["captured"], ".0%"),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _prefill_table(rows: Sequence[Row], trained: int) -> str:
+    head = (
+        "row",
+        "task",
+        "sizes",
+        "tau",
+        f"over {trained}",
+        "over best fixed",
+        "loop-free",
+        "of the oracle's gain",
+        "hits",
+    )
+    return _table(
+        "One size per request, chosen after prefill",
+        head,
+        [
+            (
+                row["name"],
+                row["task"],
+                _span(row["sizes"]),
+                show(row["tau"], ".3f"),
+                show(row["gain_over_trained"]),
+                f"{show(row['gain_over_best_fixed'])} ({row['best_fixed']})",
+                show(row["loop_free_gain_over_best_fixed"]),
+                show(row["captured"], ".0%"),
+                f"{row['accuracy']:.0%} ({row['accuracy_of_best_fixed']:.0%})",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _load_table(rows: Sequence[Row], trained: int) -> str:
+    head = ("load", "method", "speed over plain", f"over {trained}", "over best fixed", "of the request oracle's gain")
+    return _table(
+        "Under step costs",
+        head,
+        [
+            (
+                row["load"],
+                row["name"],
+                show(row["speedup"], ".2f"),
+                show(row["gain_over_trained"]),
+                show(row["gain_over_best_fixed"]),
+                show(row["captured"], ".0%"),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join([f"### {title}", "", *(f"| {' | '.join(cells)} |" for cells in lines)])
+
+
+def _span(sizes: Sequence[int]) -> str:
+    is_window = list(sizes) == list(range(sizes[0], sizes[-1] + 1))
+    return f"{sizes[0]}..{sizes[-1]}" if is_window else ", ".join(map(str, sizes))
+
+
+def draw_figures(rows: Sequence[Row], out: Path, trained: int) -> list[Path]:
+    """`optimal_sizes.svg` and `gains.svg`."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    optimal, prefill = _pick(rows, "optimal sizes"), [row for row in _pick(rows, "prefill") if row["task"] == "all"]
+    prefill = prefill or _pick(rows, "prefill")
+    paths = [out / "optimal_sizes.svg", out / "gains.svg"]
+    with rc_context({"svg.hashsalt": "pilot", "font.size": 9}):  # the same rows give the same files
+        spans = sorted({tuple(row["sizes"]) for row in optimal}, key=len, reverse=True)
+        histogram = Figure(figsize=(10.5, 3.2), layout="constrained")
+        for axes, span in zip(histogram.subplots(1, len(spans), squeeze=False)[0], spans, strict=True):
+            _draw_counts(axes, [row for row in optimal if tuple(row["sizes"]) == span])
+        gains = Figure(figsize=(8, 1.2 + 0.27 * len(prefill)), layout="constrained")
+        _draw_gains(gains.subplots(), prefill, trained)
+        for figure, path in zip((histogram, gains), paths, strict=True):
+            with atomic_path(path) as temporary:
+                figure.savefig(temporary, format="svg", metadata={"Date": None})
+    return paths
+
+
+def _draw_counts(axes: "Axes", rows: Sequence[Row]) -> None:
+    tasks = [row for row in rows if row["task"] != "all"]
+    for place, row in enumerate(tasks):
+        counts = list(row["counts"].values())
+        shift = (place - (len(tasks) - 1) / 2) * 0.8 / len(tasks)
+        shares = [100 * count / row["num_requests"] for count in counts]
+        axes.bar([index + shift for index in range(len(counts))], shares, width=0.8 / len(tasks), label=row["task"])
+    labels = list(tasks[0]["counts"])
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set(title=f"best of {len(labels)} sizes", xlabel="block size", ylabel="% of requests")
+    axes.legend()
+
+
+def _draw_gains(axes: "Axes", rows: Sequence[Row], trained: int) -> None:
+    keys = {"gain_over_best_fixed": "over best fixed", "gain_over_trained": f"over fixed {trained}"}
+    for shift, (key, label) in zip((-0.13, 0.13), keys.items(), strict=True):
+        values = [[100 * row[key][part] for part in ("value", "low", "high")] for row in rows]
+        errors = [[abs(edge[0] - edge[side]) for edge in values] for side in (1, 2)]
+        places = [index + shift for index in range(len(rows))]
+        axes.errorbar([value for value, _, _ in values], places, xerr=errors, fmt="o", capsize=2, label=label)
+    axes.axvline(0, color="grey", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    axes.invert_yaxis()
+    axes.set(title="gain of mean tau on test requests, 95 %", xlabel="%")
+    axes.legend()

@@ -1,0 +1,104 @@
+"""Figures about accepted lengths: tau by block size, the best size of every prompt, acceptance by position."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from blockpilot.report.figures.style import BLUE, ORANGE, WIDTH, line_looks
+from blockpilot.report.run_data import Row, Run, task_title
+
+MAX_LINES = 8
+MIN_DRAFTED = 10  # a share of fewer drafts is left out
+
+
+def draw_tau_by_size(run: Run) -> Figure | str:
+    sizes = run.fixed_sizes
+    if len(sizes) < 2:
+        return "it needs dflash:B for two block sizes or more"
+    figure = Figure(figsize=(WIDTH, 3.1), layout="constrained")
+    axes = figure.subplots()
+    for task, look in zip(run.tasks, line_looks(), strict=False):
+        values = [run.value(task, method, "tau_mean") for method in sizes.values()]
+        axes.plot(list(sizes), values, label=task_title(task), **look)
+    axes.set(xlabel="block size B", ylabel="τ, tokens per step")
+    axes.set_xticks(list(sizes))
+    axes.set_ylim(bottom=1)
+    axes.grid(axis="y")
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return figure
+
+
+def draw_best_sizes(run: Run) -> Figure | str:
+    """How many prompts each measured size serves best, by speed and by tau."""
+    sizes = run.fixed_sizes
+    if len(sizes) < 2:
+        return "it needs dflash:B for two block sizes or more"
+    counts = {name: count_best(run, name) for name in ("tokens_per_second", "tau")}
+    total = sum(counts["tokens_per_second"].values())
+    if not total:
+        return "the rows hold nothing about single prompts"
+    figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
+    axes = figure.subplots()
+    looks = {"tokens_per_second": ("most tokens/s", BLUE, "", -0.2), "tau": ("largest τ", ORANGE, "////", 0.2)}
+    for name, (label, colour, hatch, shift) in looks.items():
+        places = [place + shift for place in range(len(sizes))]
+        heights = [counts[name][size] for size in sizes]
+        bars = axes.bar(places, heights, width=0.38, label=label, color=colour, hatch=hatch, edgecolor="#333333")
+        axes.bar_label(bars, fontsize=7.5, padding=1)
+    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+    axes.set(xlabel="block size B", ylabel=f"prompts of {total}")
+    axes.margins(y=0.15)
+    axes.legend(loc="lower right", ncols=2, bbox_to_anchor=(1, 1), borderaxespad=0)
+    return figure
+
+
+def count_best(run: Run, name: str) -> Counter[int]:
+    """Of every prompt the size with the largest value; of equal ones the smallest."""
+    values: dict[tuple[str, str], dict[int, float]] = {}
+    for size, method in run.fixed_sizes.items():
+        for row in run.of_method(method):
+            for entry in row.get("per_prompt", ()):
+                if entry[name] is not None:
+                    values.setdefault((row["task"], entry["id"]), {})[size] = entry[name]
+    return Counter(max(sorted(found), key=found.__getitem__) for found in values.values())
+
+
+def draw_acceptance(run: Run) -> Figure | str:
+    """Share of drafts whose accepted path reached a position, of those that went so far; all tasks together."""
+    shares = {method: acceptance(run.of_method(method)) for method in run.methods}
+    known = {method: share for method, share in shares.items() if share}
+    if not known:
+        return "the rows hold no counts by position"
+    chosen = _choose_lines(list(known))
+    figure = Figure(figsize=(WIDTH, 3.1), layout="constrained")
+    axes = figure.subplots()
+    for method, look in zip(chosen, line_looks(), strict=False):
+        axes.plot(range(1, len(known[method]) + 1), known[method], label=method, **look)
+    axes.set(xlabel="position in the block", ylabel="share accepted", ylim=(0, 1))
+    deepest = max(len(known[method]) for method in chosen)
+    axes.set_xticks(range(1, deepest + 1, 1 if deepest <= 16 else 2))
+    axes.grid(axis="y")
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return figure
+
+
+def acceptance(rows: Sequence[Row]) -> list[float]:
+    drafted: Counter[int] = Counter()
+    accepted: Counter[int] = Counter()
+    for row in rows:
+        positions = row.get("positions") or {"drafted": [], "accepted": []}
+        drafted.update(dict(enumerate(positions["drafted"])))
+        accepted.update(dict(enumerate(positions["accepted"])))
+    depth = 0
+    while drafted[depth] >= MIN_DRAFTED:
+        depth += 1
+    return [accepted[place] / drafted[place] for place in range(depth)]
+
+
+def _choose_lines(methods: list[str]) -> list[str]:
+    """At most as many lines as there are looks; adaptive methods and the widest chains first."""
+    first = [m for m in methods if m in ("auto", "step", "chain-step", "blockpilot", "best-fixed", "eagle3", "ngram")]
+    chains = sorted((m for m in methods if m.startswith("dflash:")), key=lambda m: -int(m.partition(":")[2]))
+    wanted = {*dict.fromkeys([*first, *chains[:2], *methods])} if len(methods) <= MAX_LINES else {*first, *chains[:2]}
+    return [method for method in methods if method in wanted][:MAX_LINES]

@@ -1,0 +1,115 @@
+"""Figures about speed: speedups with their intervals, speed by block size, where a step's time goes."""
+
+import math
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from blockpilot.report.figures.style import BLACK, BLUE, GREEN, GREY, LIGHT, ORANGE, RED, SKY, WIDTH, family
+from blockpilot.report.run_data import Row, Run, task_title
+from blockpilot.report.tables import mean_or_only
+
+PANELS_PER_LINE = 5
+PARTS = {"draft": (ORANGE, "////"), "verify": (SKY, ""), "pilot": (RED, "xxxx"), "other": (LIGHT, "....")}
+COMPARED = ("ar", "ngram", "eagle3", "best-fixed", "blockpilot", "chain-step", "step", "auto")
+
+
+def draw_speedups(run: Run) -> Figure | str:
+    """One panel per task: a bar per method, its interval, and the line of plain decoding."""
+    methods = [method for method in run.methods if method != "ar"]
+    if not methods:
+        return "only plain decoding was measured"
+    num_lines = math.ceil(len(run.columns) / PANELS_PER_LINE)
+    width = min(PANELS_PER_LINE, len(run.columns))
+    figure = Figure(figsize=(WIDTH, num_lines * (0.75 + 0.22 * len(methods))), layout="constrained")
+    panels = figure.subplots(num_lines, width, squeeze=False, sharey=True, sharex=True).flatten().tolist()
+    for axes, task in zip(panels, run.columns, strict=False):
+        _draw_bars(axes, run, task, methods)
+    for axes in panels[len(run.columns) :]:
+        axes.set_axis_off()
+    figure.supxlabel("times plain decoding", fontsize=8.5)
+    return figure
+
+
+def _draw_bars(axes: Axes, run: Run, task: str, methods: list[str]) -> None:
+    best = max((run.value(task, method, "speedup") or 0 for method in methods), default=0)
+    for place, method in enumerate(methods):
+        speedup, interval = run.value(task, method, "speedup"), run.value(task, method, "speedup_ci")
+        if speedup is None:
+            continue
+        colour, hatch = family(method)
+        axes.barh(place, speedup, color=colour, hatch=hatch, edgecolor="#333333", linewidth=0.5, height=0.72)
+        end = speedup
+        if interval is not None:
+            low, high = max(0.0, speedup - interval[0]), max(0.0, interval[1] - speedup)
+            axes.errorbar(speedup, place, xerr=[[low], [high]], color=BLACK, capsize=2, linewidth=0.9)
+            end = max(end, interval[1])
+        weight = "bold" if speedup == best else "normal"
+        axes.annotate(
+            f"{speedup:.2f}", (end, place), (3, 0), textcoords="offset points", va="center", fontsize=7, weight=weight
+        )
+    axes.axvline(1, color="#444444", linewidth=0.9, linestyle="--")
+    axes.set_yticks(range(len(methods)), methods)
+    axes.tick_params(axis="y", length=0)
+    axes.set(title=task_title(task), ylim=(len(methods) - 0.4, -0.6))
+    axes.margins(x=0.22)
+
+
+def draw_speed_by_size(run: Run) -> Figure | str:
+    """Mean tokens per second of fixed chains by block size, and the other methods as lines across."""
+    sizes = run.fixed_sizes
+    if len(sizes) < 2:
+        return "it needs dflash:B for two block sizes or more"
+    figure = Figure(figsize=(WIDTH, 3.1), layout="constrained")
+    axes = figure.subplots()
+    column = mean_or_only(run)
+    speeds = [run.value(column, method, "tokens_per_second") for method in sizes.values()]
+    axes.plot(list(sizes), speeds, color=BLUE, marker="o", label="fixed chain, dflash:B")
+    looks = {"ar": ("-", GREY), "best-fixed": ((0, (1, 1)), BLUE), "auto": ("-", RED), "step": ("--", RED)}
+    looks |= {
+        "chain-step": ("-.", RED),
+        "blockpilot": ("--", ORANGE),
+        "eagle3": (":", "#CC79A7"),
+        "ngram": (":", GREEN),
+    }
+    for method in COMPARED:
+        if (speed := run.value(column, method, "tokens_per_second")) is not None:
+            line, colour = looks[method]
+            axes.axhline(speed, linestyle=line, color=colour, label=f"{method}, {speed:.1f}")
+    axes.set(xlabel="block size B", ylabel="tokens/s, mean of the tasks" if len(run.tasks) > 1 else "tokens/s")
+    axes.set_xticks(list(sizes))
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y")
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return figure
+
+
+def draw_time_split(run: Run) -> Figure | str:
+    """Milliseconds of one step by part, tasks weighing the same."""
+    splits = {method: _mean_split(run.of_method(method)) for method in run.methods}
+    known = {method: split for method, split in splits.items() if split}
+    if not known:
+        return "the rows hold no times of steps"
+    figure = Figure(figsize=(WIDTH, 0.75 + 0.26 * len(known)), layout="constrained")
+    axes = figure.subplots()
+    for part, (colour, hatch) in PARTS.items():
+        values = [split[part] for split in known.values()]
+        before = [sum(split[name] for name in list(PARTS)[: list(PARTS).index(part)]) for split in known.values()]
+        look = {"color": colour, "hatch": hatch, "edgecolor": "#333333", "linewidth": 0.5}
+        axes.barh(range(len(known)), values, left=before, height=0.7, label=part, **look)  # type: ignore[arg-type]
+    for place, split in enumerate(known.values()):
+        total = sum(split.values())
+        axes.annotate(f"{total:.1f}", (total, place), (3, 0), textcoords="offset points", va="center", fontsize=7.5)
+    axes.set_yticks(range(len(known)), list(known))
+    axes.tick_params(axis="y", length=0)
+    axes.set(xlabel="milliseconds per step", ylim=(len(known) - 0.4, -0.6))
+    axes.margins(x=0.08)
+    axes.legend(ncols=4, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
+    return figure
+
+
+def _mean_split(rows: list[Row]) -> dict[str, float] | None:
+    found = [row["milliseconds_per_step"] for row in rows if row.get("milliseconds_per_step")]
+    if not found:
+        return None
+    return {part: sum(split[part] for split in found) / len(found) for part in PARTS}

@@ -1,0 +1,120 @@
+"""What a reader should know before believing the numbers: said in sentences, the unpleasant ones included."""
+
+from typing import Any
+
+from blockpilot.report.run_data import MEAN, Run, task_title
+from blockpilot.report.tables import format_interval, mean_or_only
+
+FEW_PROMPTS = 64  # per task; with fewer a figure is no claim
+MANY_LOOPS = 0.2
+
+
+def write_notes(run: Run) -> list[str]:
+    return [
+        *_losslessness(run),
+        *_losses(run),
+        *_against_best_fixed(run),
+        *_loops(run),
+        *_amount(run),
+        *_circumstances(run.manifest),
+    ]
+
+
+def _losslessness(run: Run) -> list[str]:
+    rows = [row for row in run.rows if row["task"] != MEAN]
+    drafted = [row for row in rows if row["method"] != "ar"]
+    mismatches, near_ties = (sum(row[name] for row in rows) for name in ("mismatches", "near_ties"))
+    num_tokens = sum(row["num_tokens"] for row in drafted)
+    gap = run.manifest.get("near_tie_gap", 1e-4)
+    notes = []
+    if mismatches:
+        places = [
+            f"{task_title(d['task'])} {d['method']} ({d['prompt_id']}, token {d['position']})"
+            for d in run.manifest.get("differences", [])
+            if not d["is_near_tie"]
+        ]
+        notes.append(
+            f"NOT LOSSLESS: {mismatches} mismatches with plain decoding: {', '.join(places[:8]) or 'see rows'}."
+        )
+    else:
+        notes.append(f"No mismatch with plain decoding in {num_tokens:,} tokens of drafted methods.")
+    if near_ties:
+        largest = max(row.get("largest_gap") or 0 for row in rows)
+        notes.append(
+            f"{near_ties} near-ties: the two tokens' scores lie within {gap:g} of each other, so rounding decides "
+            f"(largest gap {largest:.2g})."
+        )
+    if gap > 1e-4:
+        notes.append(f"In {run.manifest.get('dtype')} a gap of up to {gap:g} counts as a near-tie, not as a mismatch.")
+    return notes
+
+
+def _losses(run: Run) -> list[str]:
+    """Where a method is slower than plain decoding, for certain or as far as was seen."""
+    notes = []
+    for method in run.methods:
+        rows = run.of_method(method)
+        certain = [r for r in rows if r["speedup_ci"] is not None and r["speedup_ci"][1] < 1]
+        other = [r for r in rows if r not in certain and (r["speedup"] or 1) < 1]
+        if method != "ar" and certain:
+            notes.append(f"{method} loses against plain decoding on {_list(certain)}.")
+        if method != "ar" and other:
+            notes.append(
+                f"{method} was slower than plain decoding on {_list(other)}, within its interval or with none."
+            )
+    return notes
+
+
+def _list(rows: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{task_title(row['task'])} ({row['speedup']:.2f}×)" for row in rows)
+
+
+def _against_best_fixed(run: Run) -> list[str]:
+    """The only comparison that counts for a pilot that adapts."""
+    column, notes = mean_or_only(run), []
+    for method in run.methods:
+        found = run.value(column, method, "over_best_fixed")
+        if method not in ("blockpilot", "chain-step", "step", "auto") or found is None:
+            continue
+        interval = found["ci"]
+        verdict = "" if interval is None or not interval[0] <= 1 <= interval[1] else ": no difference shown"
+        range_text = "no interval" if interval is None else format_interval(interval)
+        notes.append(f"{method} runs at {found['ratio']:.2f} times best-fixed ({range_text}){verdict}.")
+    if not notes and run.fixed_sizes and "best-fixed" not in run.methods:
+        notes.append("best-fixed was not measured, so nothing here shows that adapting pays.")
+    return notes
+
+
+def _loops(run: Run) -> list[str]:
+    found = [row for row in run.of_method("ar") if (row["loop_share"] or 0) > MANY_LOOPS]
+    if not found:
+        return []
+    shares = ", ".join(f"{task_title(row['task'])} {row['loop_share']:.0%}" for row in found)
+    return [f"The model repeats itself ({shares} of the tokens), which flatters every drafter: judge by τ loop-free."]
+
+
+def _amount(run: Run) -> list[str]:
+    counts = [row["num_prompts"] for row in run.of_method("ar")]
+    notes = []
+    if counts and min(counts) < 2:
+        notes.append("One prompt per task has no interval: this run shows that everything works, not how fast it is.")
+    elif counts and min(counts) < FEW_PROMPTS:
+        notes.append(f"{min(counts)} prompts in the smallest task; figures that are compared rest on {FEW_PROMPTS}.")
+    return notes
+
+
+def _circumstances(manifest: dict[str, Any]) -> list[str]:
+    notes = [
+        f"Task {task_title(task)} has no results: {reason}."
+        for task, reason in manifest.get("left_out_tasks", {}).items()
+    ]
+    for task, count in manifest.get("prompts_too_long", {}).items():
+        notes.append(f"{task_title(task)}: {count} prompts were passed over because they do not fit the context.")
+    if "swebench" in manifest.get("prompts", {}) and manifest["prompts"]["swebench"].get("file") == "swebench.jsonl.gz":
+        notes.append("The shipped SWE-bench prompts are the shortest issues of the set.")
+    split = manifest.get("arguments", {}).get("split", "test")
+    if split != "test":
+        notes.append(f"Measured on the split {split!r}, not on test prompts alone.")
+    if len(manifest.get("sessions", [])) > 1:
+        notes.append(f"Measured in {len(manifest['sessions'])} sessions; each round of prompts lies within one.")
+    return notes

@@ -1,0 +1,119 @@
+"""The files of one benchmark run, read and checked. A report knows nothing else: no engine, no model, no tokenizer."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blockpilot.core.errors import InputError
+
+Row = dict[str, Any]
+MEAN = "mean"
+TITLES = {
+    "gsm8k": "GSM8K",
+    "math500": "MATH-500",
+    "aime24": "AIME24",
+    "humaneval": "HumanEval",
+    "mbpp": "MBPP",
+    "swebench": "SWE-bench",
+    "mt_bench": "MT-Bench",
+    "alpaca": "Alpaca",
+    MEAN: "Mean",
+}
+NEEDED = ("task", "method", "model", "temperature", "num_prompts", "num_tokens", "num_steps", "tau_mean", "tau_pooled")
+NEEDED += ("tau_loop_free", "loop_share", "tokens_per_second", "speedup", "speedup_ci", "end_to_end_speedup")
+NEEDED += ("mismatches", "near_ties", "manifest")
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str  # of its folder
+    manifest: dict[str, Any]
+    rows: list[Row]  # of tasks and, where there are several, of their mean
+    samples: list[dict[str, Any]]
+
+    @property
+    def tasks(self) -> list[str]:
+        return [task for task in dict.fromkeys(row["task"] for row in self.rows) if task != MEAN]
+
+    @property
+    def columns(self) -> list[str]:
+        """The tasks, and their mean where there is one."""
+        return list(dict.fromkeys(row["task"] for row in self.rows))
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(row["method"] for row in self.rows))
+
+    def find(self, task: str, method: str) -> Row | None:
+        return next((row for row in self.rows if (row["task"], row["method"]) == (task, method)), None)
+
+    def value(self, task: str, method: str, name: str) -> Any:
+        """None where there is no such row, or the row has no such value."""
+        return (self.find(task, method) or {}).get(name)
+
+    def of_method(self, method: str) -> list[Row]:
+        """Its rows of single tasks."""
+        return [row for row in self.rows if row["method"] == method and row["task"] != MEAN]
+
+    @property
+    def fixed_sizes(self) -> dict[int, str]:
+        """Block sizes measured as fixed DFlash chains, and the methods that are."""
+        found = {int(m.partition(":")[2]): m for m in self.methods if m.startswith("dflash:")}
+        return dict(sorted(found.items()))
+
+    @property
+    def title(self) -> str:
+        row = self.rows[0]
+        heat = f"T = {row['temperature']:g}"
+        many = self.manifest.get("arguments", {}).get("concurrency", 1)
+        return f"{row['model']}, {heat}" + (f", {many} at once" if many > 1 else "")
+
+
+def task_title(task: str) -> str:
+    return TITLES.get(task, task)
+
+
+def read_run(folder: Path) -> Run:
+    if not folder.is_dir():
+        raise InputError(f"{folder} is no folder: give the --out of a `blockpilot bench` run")
+    rows = _read_lines(folder / "rows.jsonl", is_needed=True)
+    for number, row in enumerate(rows, start=1):
+        if missing := [name for name in NEEDED if name not in row]:
+            raise InputError(f"{folder / 'rows.jsonl'}, line {number}: no field {missing[0]!r}")
+    manifest = _read_json(folder / "manifest.json")
+    samples = _read_lines(folder / "samples.jsonl", is_needed=False)
+    return Run(folder.resolve().name, manifest, rows, samples)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}; the run may not be finished") from error
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: expected a JSON object")
+    return value
+
+
+def _read_lines(path: Path, *, is_needed: bool) -> list[dict[str, Any]]:
+    if not path.is_file() and not is_needed:
+        return []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}; the run may not be finished") from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{path}, line {number}: not valid JSON ({error})") from error
+        if not isinstance(value, dict):
+            raise InputError(f"{path}, line {number}: expected a JSON object")
+        found.append(value)
+    if is_needed and not found:
+        raise InputError(f"{path} holds no rows: the run may not be finished")
+    return found

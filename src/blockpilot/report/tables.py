@@ -1,0 +1,128 @@
+"""The tables of a report as plain cells, written out as Markdown or HTML elsewhere."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blockpilot.report.published import PUBLISHED
+from blockpilot.report.run_data import MEAN, Run, task_title
+
+EMPTY = "–"
+
+
+@dataclass(frozen=True)
+class Cell:
+    text: str
+    is_best: bool = False
+    is_label: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    groups: list[tuple[str, int]]  # headings over several columns, with their widths
+    headings: list[str]
+    rows: list[list[Cell]]
+
+
+def results_table(run: Run) -> Table:
+    """Methods down, tasks across; speedup and tau of each, the best of every column marked."""
+    groups = [("", 1)] + [(task_title(task), 2) for task in run.columns]
+    headings = ["Method"] + ["Speedup", "τ"] * len(run.columns)
+    rows = []
+    for method in run.methods:
+        cells = [Cell(method, is_label=True)]
+        for task in run.columns:
+            cells += [_number(run, task, method, name, suffix) for name, suffix in (("speedup", "×"), ("tau_mean", ""))]
+        rows.append(cells)
+    return Table(groups, headings, rows)
+
+
+def _number(run: Run, task: str, method: str, name: str, suffix: str) -> Cell:
+    value = run.value(task, method, name)
+    if value is None:
+        return Cell(EMPTY)
+    others = [run.value(task, other, name) for other in run.methods]
+    return Cell(f"{value:.2f}{suffix}", is_best=value == max(v for v in others if v is not None))
+
+
+DETAILS = (
+    ("num_prompts", "Prompts", "d"),
+    ("num_tokens", "Tokens", "d"),
+    ("tau_mean", "τ mean", ".2f"),
+    ("tau_pooled", "τ pooled", ".2f"),
+    ("tau_loop_free", "τ loop-free", ".2f"),
+    ("loop_share", "Loops", ".0%"),
+    ("tokens_per_second", "Tokens/s", ".1f"),
+    ("speedup", "Speedup", ".2f"),
+    ("end_to_end_speedup", "End to end", ".2f"),
+    ("time_to_first_token", "First token, s", ".2f"),
+    ("mismatches", "Mismatches", "d"),
+    ("near_ties", "Near-ties", "d"),
+)
+
+
+def details_table(run: Run) -> Table:
+    """Every row with its interval and the other ways to count."""
+    headings = ["Task", "Method"]
+    for name, title, _ in DETAILS:
+        headings += [title, "95 % interval"] if name == "speedup" else [title]
+    rows = []
+    for row in run.rows:
+        cells = [Cell(task_title(row["task"]), is_label=True), Cell(row["method"], is_label=True)]
+        for name, _, form in DETAILS:
+            value = row.get(name)
+            cells.append(Cell(EMPTY if value is None else format(value, form)))
+            if name == "speedup":
+                cells.append(Cell(format_interval(row["speedup_ci"])))
+        rows.append(cells)
+    return Table([], headings, rows)
+
+
+def scores_table(run: Run) -> Table | None:
+    """Share of right answers, where a task was scored. All lossless methods score alike, so plain decoding stands."""
+    found = [row for row in run.of_method("ar") if row.get("num_scored")]
+    if not found:
+        return None
+    rows = [
+        [Cell(task_title(row["task"]), is_label=True), Cell(f"{row['score']:.0%}"), Cell(str(row["num_scored"]))]
+        for row in found
+    ]
+    return Table([], ["Task", "Right", "Scored"], rows)
+
+
+def published_table() -> Table:
+    """The paper's own figures: other models on another machine, so no row to compare ours with."""
+    groups = [("", 2)] + [(name, 2) for name in ("EAGLE-3", "DFlash (16)", "BlockPilot")]
+    headings = ["Model", "T"] + ["Speedup", "τ"] * 3
+    rows = []
+    for line in PUBLISHED:
+        cells = [Cell(line.model, is_label=True), Cell(f"{line.temperature:g}")]
+        for pair in (line.eagle3, line.dflash, line.blockpilot):
+            cells += [Cell(EMPTY), Cell(EMPTY)] if pair is None else [Cell(f"{pair[0]:.2f}×"), Cell(f"{pair[1]:.2f}")]
+        rows.append(cells)
+    return Table(groups, headings, rows)
+
+
+def best_fixed_table(run: Run) -> Table | None:
+    """The size chosen on calibration prompts, for all tasks and for each alone, and the best in hindsight."""
+    choice = run.manifest.get("best_fixed")
+    hindsight = {row["task"]: row.get("best_fixed_of_task") for row in run.of_method("ar")}
+    if choice is None and not any(hindsight.values()):
+        return None
+    rows = []
+    for task in run.tasks:
+        known = hindsight.get(task)
+        chosen = str(choice["size_by_task"].get(task, EMPTY)) if choice else EMPTY
+        best = EMPTY if known is None else f"{known['method'].partition(':')[2]} ({known['speedup']:.2f}×)"
+        rows.append([Cell(task_title(task), is_label=True), Cell(chosen), Cell(best)])
+    if choice:
+        rows.append([Cell("All tasks", is_label=True), Cell(str(choice["size"]), is_best=True), Cell(EMPTY)])
+    return Table([], ["Task", "Chosen on calibration prompts", "Fastest measured on test, in hindsight"], rows)
+
+
+def format_interval(interval: Sequence[float] | None) -> str:
+    return EMPTY if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
+
+
+def mean_or_only(run: Run) -> str:
+    """The column that stands for the whole run."""
+    return MEAN if MEAN in run.columns else run.columns[0]

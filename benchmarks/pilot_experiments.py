@@ -12,7 +12,7 @@ prompts must differ. Everything that is chosen or fitted uses training traces al
     load            a wide choice under named step costs, against best fixed, oracles and the step pilots
 
 Prints Markdown; `--out` gets `rows.jsonl`, `tables.md`, `manifest.json` and two figures. Intervals are 95 % of a paired
-bootstrap over requests, drawn within each task. With `--quick` networks are 8 times narrower and data are cut: a check
+bootstrap over requests, drawn within each task. With `--quick` networks are 16 times narrower and data are cut: a check
 that everything runs, no result.
 """
 
@@ -49,7 +49,7 @@ from blockpilot.replay.trace_files import TraceSet
 from blockpilot.replay.traces import Trace
 
 ALL_TRACES = 1 << 30
-QUICK_TRACES, QUICK_SHRINK, QUICK_EPOCHS = 48, 8, 3
+QUICK_TRACES, QUICK_SHRINK, QUICK_STEPS = 48, 16, 40
 
 logger = logging.getLogger("pilot_experiments")
 
@@ -57,7 +57,7 @@ logger = logging.getLogger("pilot_experiments")
 class Study:
     """Traces of both kinds and all that is computed from them once."""
 
-    def __init__(self, train: list[Trace], test: list[Trace], *, device: str, num_epochs: int, shrink: int) -> None:
+    def __init__(self, train: list[Trace], test: list[Trace], *, device: str, num_steps: int, shrink: int) -> None:
         self.train_traces, self.test_traces = train, test
         self.trained = test[0].setting.trained_block_size
         self.sizes = test[0].setting.sizes
@@ -65,8 +65,7 @@ class Study:
             raise InputError(f"the traces lack the trained block size {self.trained}: collect with --sizes")
         self.train, self.test = (SizeTable.of(traces, (1, *self.sizes)) for traces in (train, test))
         self.train_inputs, self.test_inputs = (PrefillInputs.of(traces, device) for traces in (train, test))
-        self.variants = list_variants(self.sizes, self.trained, shrink=shrink)
-        self.num_epochs = num_epochs
+        self.variants = list_variants(self.sizes, self.trained, num_steps=num_steps, shrink=shrink)
 
     def rows(self, manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
         main = self.variants[0]
@@ -84,7 +83,6 @@ class Study:
             self.test_inputs,
             wide=replace(main, sizes=self.train.sizes),
             trained=self.trained,
-            num_epochs=self.num_epochs,
         )
         has_candidates = all(trace.drafts for trace in self.test_traces)
         pilots = fit_step_pilots(self.train_traces, manifest) if has_candidates else []
@@ -102,12 +100,12 @@ class Study:
                 ways[f"oracle over {name}"] = (best, sizes)
         for name, (chosen, sizes) in ways.items():
             part = judge_choice(self.test, chosen, sizes, trained=self.trained, fixed=fixed)
-            yield {"experiment": "prefill", "group": "baseline", "name": name, "task": "all"} | part
+            yield {"experiment": "prefill", "group": "baseline", "name": name, "task": self.test.overall} | part
 
     def judge(self, variant: Variant) -> Iterator[dict[str, Any]]:
         started = time.perf_counter()
         scores = self.train.columns(variant.sizes)
-        network = train_variant(variant, self.train_inputs, scores, num_epochs=self.num_epochs)
+        network = train_variant(variant, self.train_inputs, scores)
         chosen = np.array(variant.sizes)[predict(network, self.test_inputs).argmax(axis=1)]
         logger.info("%s: %.0f s", variant.name, time.perf_counter() - started)
         yield from judge_variant(variant, chosen, train=self.train, test=self.test, trained=self.trained)
@@ -119,7 +117,7 @@ def describe_run(arguments: argparse.Namespace, manifests: Sequence[dict[str, An
         "package_version": __version__,
         "torch": torch.__version__,
         "device": arguments.device,
-        "num_epochs": arguments.epochs,
+        "num_steps": arguments.steps,
         "is_quick": arguments.quick,
         "traces": [
             {key: manifest.get(key) for key in (*kept, "anchors", "num_traces", "requests_sha256")}
@@ -134,7 +132,7 @@ def main() -> None:
     parser.add_argument("--test", type=Path, nargs="+", required=True, metavar="DIR")
     parser.add_argument("--out", type=Path, metavar="DIR")
     parser.add_argument("--device", default="cpu", help="where networks are trained (default: cpu)")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=1500, metavar="N", help="of training (default: 1500)")
     step_help = "training traces that step pilots are fitted to, 0 for no step pilots (default: 256)"
     parser.add_argument("--step-traces", type=int, default=256, metavar="N", help=step_help)
     parser.add_argument("--quick", action="store_true", help="small networks, few traces: does it run?")
@@ -148,7 +146,7 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     if arguments.quick:
-        arguments.epochs = QUICK_EPOCHS
+        arguments.steps = QUICK_STEPS
     manifests = [TraceSet(folder).manifest for folder in (*arguments.train, *arguments.test)]
     train = read_traces(arguments.train, like=None, num_drafted=arguments.step_traces)
     num_drafted = ALL_TRACES if arguments.step_traces else 0
@@ -160,7 +158,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_disjoint(train, test)
     logger.info("%d training traces, %d test traces", len(train), len(test))
     shrink = QUICK_SHRINK if arguments.quick else 1
-    study = Study(train, test, device=arguments.device, num_epochs=arguments.epochs, shrink=shrink)
+    study = Study(train, test, device=arguments.device, num_steps=arguments.steps, shrink=shrink)
     rows = list(study.rows(manifests[0]))
     text = write_markdown(rows, study.trained)
     print(text)

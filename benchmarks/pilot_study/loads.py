@@ -36,12 +36,11 @@ class LoadStudy:
     test_inputs: PrefillInputs
     wide: Variant  # the network's shape
     trained: int
-    num_epochs: int
 
     def rows(self, traces: Sequence[Trace], pilots: Sequence[StepPilot]) -> Iterator[dict[str, Any]]:
         """`traces` are those of the test table; `pilots` are fitted to others."""
         by_tau = replace(self.wide, objective="tau")
-        network = train_variant(by_tau, self.train_inputs, self.train.columns(by_tau.sizes), num_epochs=self.num_epochs)
+        network = train_variant(by_tau, self.train_inputs, self.train.columns(by_tau.sizes))
         predicted = predict(network, self.test_inputs)  # [N, sizes], tau
         for load, costs in linear_loads().items():
             columns = self._fixed(costs)
@@ -74,7 +73,7 @@ class LoadStudy:
     def _class_scores(self, costs: StepCosts) -> Values:
         """Of a network trained to name the size that is fastest under these very costs."""
         speed = 1 / self.train.milliseconds(costs)[:, [self.train.sizes.index(size) for size in self.wide.sizes]]
-        network = train_variant(self.wide, self.train_inputs, speed, num_epochs=self.num_epochs)
+        network = train_variant(self.wide, self.train_inputs, speed)
         return predict(network, self.test_inputs)
 
     def _chosen(self, costs: StepCosts, scores: Values) -> Values:
@@ -94,7 +93,7 @@ def _describe(load: str, columns: Mapping[str, Values], tasks: Sequence[str]) ->
     plain, trained, fixed, oracle = list(columns.values())[:4]
     best_name = list(columns)[2]
     for name, ms in columns.items():
-        yield {
+        row = {
             "experiment": "load",
             "load": load,
             "name": name,
@@ -103,8 +102,11 @@ def _describe(load: str, columns: Mapping[str, Values], tasks: Sequence[str]) ->
             "speedup": bootstrap.estimate(lambda a, b: a / b, plain, ms).to_dict(),
             "gain_over_trained": bootstrap.gain(trained, ms).to_dict(),
             "gain_over_best_fixed": bootstrap.gain(fixed, ms).to_dict(),
-            "captured": bootstrap.estimate(lambda a, b, c: (b / a - 1) / (b / c - 1), ms, fixed, oracle).to_dict(),
         }
+        if name.startswith("prefill"):
+            captured = bootstrap.estimate(lambda a, b, c: (b / a - 1) / (b / c - 1), ms, fixed, oracle)
+            row["captured"] = captured.to_dict()
+        yield row
 
 
 def _walk_ms(values: list[float]) -> Values:

@@ -130,7 +130,7 @@ def _load_table(rows: Sequence[Row], trained: int) -> str:
                 show(row["speedup"], ".2f"),
                 show(row["gain_over_trained"]),
                 show(row["gain_over_best_fixed"]),
-                show(row["captured"], ".0%"),
+                show(row.get("captured"), ".0%"),
             )
             for row in rows
         ],
@@ -154,8 +154,8 @@ def draw_figures(rows: Sequence[Row], out: Path, trained: int) -> list[Path]:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    optimal, prefill = _pick(rows, "optimal sizes"), [row for row in _pick(rows, "prefill") if row["task"] == "all"]
-    prefill = prefill or _pick(rows, "prefill")
+    optimal, prefill = _pick(rows, "optimal sizes"), _pick(rows, "prefill")
+    prefill = [row for row in prefill if row["task"] == prefill[0]["task"]]  # all tasks together
     paths = [out / "optimal_sizes.svg", out / "gains.svg"]
     with rc_context({"svg.hashsalt": "pilot", "font.size": 9}):  # the same rows give the same files
         spans = sorted({tuple(row["sizes"]) for row in optimal}, key=len, reverse=True)

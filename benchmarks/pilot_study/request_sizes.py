@@ -12,10 +12,10 @@ import numpy as np
 
 from pilot_study.intervals import Bootstrap, Values
 from pilot_study.sweeps import flat_shares
-from pilot_study.trace_tables import SizeTable
+from pilot_study.trace_tables import STRETCH, SizeTable
 
-PAIRS = {"halves of the answer": ("first", "second"), "odd and even steps": ("odd", "even")}
-MIN_STEPS = 8  # at every size; shorter walks have no halves to speak of
+PAIRS = {"halves": ("first", "second"), f"every other {STRETCH} tokens": ("odd", "even")}
+MIN_TOKENS = 2 * STRETCH
 
 
 def best_fixed(table: SizeTable, sizes: Sequence[int]) -> int:
@@ -52,9 +52,7 @@ def split_rows(table: SizeTable, sizes: Sequence[int], *, trained: int, fixed: i
 
     `fixed` is the best fixed size, chosen on the training traces.
     """
-    is_long = np.array([min(sum(shape.values()) for shape in shapes) >= MIN_STEPS for shapes in table.shapes])
-    is_split = np.all([np.isfinite(tau).all(axis=1) for tau in table.parts.values()], axis=0)
-    table = table.rows(np.flatnonzero(is_long & is_split))
+    table = table.rows(np.flatnonzero(table.lengths >= MIN_TOKENS))
     if not len(table):
         return []
     rows = []

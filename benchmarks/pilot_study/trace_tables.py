@@ -1,8 +1,8 @@
 """Traces as tables: what every request would have got at every fixed block size.
 
-A table holds tau [requests, sizes] over all steps of the walk, over its loop-free ones, and over parts of it (first and
-second half of the answer, odd and even steps) for checks of noise. It also keeps what the steps of each walk look like,
-so that any step costs can be put on them.
+A table holds tau [requests, sizes] over all steps of the walk, over its loop-free ones, and over parts of the answer
+(first and second half, odd and even stretches) for checks of noise. It also keeps what the steps of a walk look like, so
+that any step costs can be put on them.
 """
 
 from collections import Counter
@@ -24,6 +24,7 @@ from blockpilot.text.loops import find_loop
 from pilot_study.intervals import Values
 
 PARTS = ("whole", "loop_free", "first", "second", "odd", "even")
+STRETCH = 32  # tokens
 SAME = ("target", "drafter", "drafter_sha256", "dtype", "temperature", "vocab_size", "trained_block_size", "sizes")
 
 Shapes = Counter[tuple[int, int]]  # (block size, verify size) -> number of steps
@@ -59,6 +60,7 @@ class SizeTable:
 
     sizes: tuple[int, ...]
     tasks: tuple[str, ...]  # [N]
+    lengths: NDArray[np.int64]  # [N], tokens that steps emit
     parts: Mapping[str, Values]  # by name in PARTS: tau [N, S]; NaN where a part has no step
     shapes: tuple[tuple[Shapes, ...], ...]  # [N][S]
 
@@ -70,10 +72,11 @@ class SizeTable:
             loop = find_loop(trace.answer_ids.tolist())
             walks = [walk_chain(trace, size) for size in sizes]
             for column, steps in enumerate(walks):
-                for name, value in part_taus(steps, trace.num_anchors, loop).items():
+                for name, value in part_taus(steps, loop).items():
                     parts[name][row, column] = value
             shapes.append(tuple(Counter((step.block_size, step.verify_size) for step in steps) for steps in walks))
-        return cls(tuple(sizes), tuple(trace.task for trace in traces), parts, tuple(shapes))
+        lengths = np.array([trace.num_anchors for trace in traces])
+        return cls(tuple(sizes), tuple(trace.task for trace in traces), lengths, parts, tuple(shapes))
 
     @property
     def tau(self) -> Values:
@@ -99,6 +102,11 @@ class SizeTable:
         rows = [[sum(n * price(shape) for shape, n in one.items()) for one in row] for row in self.shapes]
         return np.array(rows, dtype=np.float64)
 
+    @property
+    def overall(self) -> str:
+        """What all requests together are called: `all`, or their only task."""
+        return "all" if len(set(self.tasks)) > 1 else self.tasks[0]
+
     def by_task(self) -> Iterator[tuple[str, NDArray[np.int64]]]:
         """Task names with their rows, and `all` where there are several."""
         names = np.array(self.tasks)
@@ -112,6 +120,7 @@ class SizeTable:
         return SizeTable(
             self.sizes,
             tuple(self.tasks[row] for row in kept),
+            self.lengths[kept],
             {name: tau[kept] for name, tau in self.parts.items()},
             tuple(self.shapes[row] for row in kept),
         )
@@ -120,17 +129,22 @@ class SizeTable:
         return len(self.tasks)
 
 
-def part_taus(steps: Sequence[SimulatedStep], num_anchors: int, loop: int) -> dict[str, float]:
-    """tau of the parts of one walk. A step belongs to the half of the answer that its anchor lies in."""
-    emitted = np.array([step.emitted for step in steps], dtype=np.float64)
-    anchors = np.array([step.anchor for step in steps])
-    places = np.arange(len(steps))
+def part_taus(steps: Sequence[SimulatedStep], loop: int) -> dict[str, float]:
+    """tau of one walk and of parts of its answer.
+
+    A token costs its share of the step that emitted it, so a part has the same tokens at every block size. Splitting
+    by steps instead would not do: a walk's steps add up to the answer, and what odd ones gain even ones must lose.
+    """
+    emitted = np.array([step.emitted for step in steps])
+    shares = np.repeat(1 / emitted, emitted)  # [A], steps per token
+    places = np.arange(len(shares))
     kept = {
         "whole": places >= 0,
-        "loop_free": anchors < loop,
-        "first": anchors < num_anchors / 2,
-        "second": anchors >= num_anchors / 2,
-        "odd": places % 2 == 0,  # the first, third, ... step
-        "even": places % 2 == 1,
+        "first": places < len(places) // 2,
+        "second": places >= len(places) // 2,
+        "odd": places // STRETCH % 2 == 0,  # the first, third, ... stretch
+        "even": places // STRETCH % 2 == 1,
     }
-    return {name: float(emitted[mask].mean()) if mask.any() else float("nan") for name, mask in kept.items()}
+    taus = {name: 1 / float(shares[mask].mean()) if mask.any() else float("nan") for name, mask in kept.items()}
+    is_free = np.array([step.anchor < loop for step in steps])
+    return taus | {"loop_free": float(emitted[is_free].mean())}

@@ -1,5 +1,6 @@
 """The seed paper's predictor and its ablations, trained on one table and judged on another."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from pilot_study.request_sizes import best_fixed
 from pilot_study.trace_tables import SizeTable
 
 RADIUS = 2
+BATCH_SIZE = 64
 PREDICT_ROWS = 256
 
 
@@ -32,9 +34,10 @@ class Variant:
     num_layers: int = 2
     objective: str = "class"
     seed: int = 0
+    num_steps: int = 1500  # of training; how long the published one was trained is not known
 
 
-def list_variants(collected: Sequence[int], trained: int, *, shrink: int = 1) -> list[Variant]:
+def list_variants(collected: Sequence[int], trained: int, *, num_steps: int, shrink: int = 1) -> list[Variant]:
     """The published network first. Where the traces lack a size of B-2 .. B+2 all collected sizes are candidates.
 
     `shrink` divides the widths.
@@ -42,7 +45,7 @@ def list_variants(collected: Sequence[int], trained: int, *, shrink: int = 1) ->
     windows = {radius: sizes_around(trained, radius) for radius in (1, 2, 3)}
     found = {radius: sizes for radius, sizes in windows.items() if set(sizes) <= set(collected)}
     sizes = found.get(RADIUS, tuple(collected))
-    main = Variant(group="main", name="as published", sizes=sizes, hidden_size=2048 // shrink)
+    main = Variant(group="main", name="as published", sizes=sizes, hidden_size=2048 // shrink, num_steps=num_steps)
     variants = [main]
     variants += [replace(main, group="seed", name=f"seed {seed}", seed=seed) for seed in (1, 2)]
     variants += [
@@ -57,6 +60,10 @@ def list_variants(collected: Sequence[int], trained: int, *, shrink: int = 1) ->
     variants += [
         replace(main, group="inputs", name=f"inputs: {inputs}", inputs=inputs)
         for inputs in ("normalised", "softmax", "top-k", "hidden")
+    ]
+    variants += [
+        replace(main, group="training", name=f"{name} as many steps", num_steps=max(1, int(factor * num_steps)))
+        for name, factor in (("a quarter", 0.25), ("4 times", 4))
     ]
     variants.append(replace(main, group="objective", name="objective: tau", objective="tau"))
     return variants
@@ -82,7 +89,7 @@ class PrefillInputs:
         return self.hidden if inputs == "hidden" else self.probabilities
 
 
-def train_variant(variant: Variant, inputs: PrefillInputs, scores: NDArray[Any], *, num_epochs: int) -> PrefillNetwork:
+def train_variant(variant: Variant, inputs: PrefillInputs, scores: NDArray[Any]) -> PrefillNetwork:
     """`scores` [N, sizes]: tau of the variant's sizes, or another figure whose largest value is best."""
     values = inputs.values(variant.inputs)
     config = PrefillConfig(
@@ -93,7 +100,10 @@ def train_variant(variant: Variant, inputs: PrefillInputs, scores: NDArray[Any],
         num_layers=variant.num_layers,
         objective=variant.objective,
     )
-    return train_prefill(config, values, torch.from_numpy(scores), num_epochs=num_epochs, seed=variant.seed)
+    num_epochs = math.ceil(variant.num_steps / math.ceil(len(values) / BATCH_SIZE))
+    return train_prefill(
+        config, values, torch.from_numpy(scores), num_epochs=num_epochs, batch_size=BATCH_SIZE, seed=variant.seed
+    )
 
 
 @torch.inference_mode()

@@ -102,8 +102,8 @@ def find_paper_pilot(target: str, given: Path | None) -> Path:
     folder = given or paper_pilot_folder(target)
     if not (folder / "pilot.json").is_file():
         raise InputError(
-            f"method {PAPER} needs a trained pilot, and there is none in {folder}: build one with "
-            f"`blockpilot train-pilot --kind prefill --traces TRACES --out {folder}`, or name its folder with --pilot-file"
+            f"method {PAPER} needs a trained pilot, and there is none in {folder}: build one with `blockpilot "
+            f"train-pilot --kind prefill --traces TRACES --out {folder}`, or name its folder with --pilot-file"
         )
     if (kind := read_card(folder).kind) != "prefill":
         raise InputError(f"method {PAPER} needs a prefill pilot, and {folder} holds one of kind {kind!r}")

@@ -87,8 +87,8 @@ def _cut(task: str, prompts: Sequence[Prompt], size: int, repeats: int) -> list[
     starts = range(0, len(prompts), size)
     return [
         Round(task, batch, repeat, tuple(prompts[start : start + size]), start)
-        for batch, start in enumerate(starts)
         for repeat in range(repeats)
+        for batch, start in enumerate(starts)
     ]
 
 

@@ -83,7 +83,7 @@ def _fit_step(
     from blockpilot.replay.reliability_figure import draw_reliability
 
     tree, chain = train_step(train)
-    reports = judge_calibration(tree.calibration, test.traces)
+    reports = judge_calibration(tree, test.traces)
     errors = {task: round(report.error, 4) for task, report in reports.items()}
     facts = _facts(arguments, train, test) | {"calibration_error": errors}
     save_pilot(arguments.out, [tree, chain], training=facts, **_pair(train))
@@ -132,7 +132,7 @@ def _facts(arguments: argparse.Namespace, train: "TraceGroup", test: "TraceGroup
         "num_anchors": train.num_anchors,
         "num_held_out": len(test.traces),
         "tasks": sorted({trace.task for trace in train.traces}),
-        "temperature": train.manifest["temperature"],
+        "temperatures": sorted({trace.temperature for trace in train.traces}),
         "drafter_sha256": train.manifest.get("drafter_sha256"),
     }
 

@@ -24,7 +24,7 @@ from blockpilot.pilots.cost_model import CostPoint, StepCosts
 if TYPE_CHECKING:
     from blockpilot.engine.llm import LLM
 
-NUM_CANDIDATES = 8
+NUM_CANDIDATES = 16
 NUM_OBSERVED = 3  # tokens a drafted step keeps, for the overhead
 Passes = dict[tuple[str, int], Callable[[], object]]  # ("draft" or "verify", tokens per request) -> run it once
 

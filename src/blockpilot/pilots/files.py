@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 KINDS = ("step", "prefill")
+SAMPLED = "sampled_calibration"  # the array for temperatures above 0
 Arrays = dict[str, Any]
 
 
@@ -62,6 +63,8 @@ def save_pilot(
     if len({(pilot.draft_sizes, id(pilot.calibration)) for pilot in pilots}) != 1:
         raise InputError("step pilots in one folder share their calibration and draft sizes")
     arrays = {"calibration": pilots[0].calibration.weights}
+    if pilots[0].sampled is not None:
+        arrays[SAMPLED] = pilots[0].sampled.weights
     for pilot in pilots:
         if pilot.forecast is not None and pilot.forecast.weights is not None:
             arrays[_forecast_name(is_chain=pilot.is_chain)] = pilot.forecast.weights
@@ -143,13 +146,20 @@ def _read_arrays(folder: Path, card: PilotCard) -> Arrays:
 
 
 def _build_step(card: PilotCard, arrays: Arrays, costs: StepCosts, *, is_chain: bool, name: str) -> StepPilot:
-    weights = arrays["calibration"]
-    if weights.ndim != 2 or weights.shape[1] != len(FEATURES):
-        raise ValueError(f"calibration has the shape {weights.shape}, and [depths, {len(FEATURES)}] is needed")
+    calibrations = [arrays["calibration"], *([arrays[SAMPLED]] if SAMPLED in arrays else [])]
+    for weights in calibrations:
+        if weights.ndim != 2 or weights.shape[1] != len(FEATURES):
+            raise ValueError(f"a calibration has the shape {weights.shape}, and [depths, {len(FEATURES)}] is needed")
     fitted = arrays.get(_forecast_name(is_chain=is_chain))
     forecast = None if fitted is None else Forecast(card.sizes, is_chain, fitted.shape[-2], fitted)
     return StepPilot(
-        Calibration(weights), costs, is_chain=is_chain, draft_sizes=card.sizes, forecast=forecast, label=name
+        Calibration(calibrations[0]),
+        costs,
+        is_chain=is_chain,
+        draft_sizes=card.sizes,
+        forecast=forecast,
+        sampled=Calibration(calibrations[1]) if len(calibrations) > 1 else None,
+        label=name,
     )
 
 

@@ -29,7 +29,7 @@ from blockpilot.pilots.growth import (
 )
 
 DRAFT_SIZES = (4, 8, 16)
-WIDTH = 8  # candidates per position a tree may branch into
+WIDTH = 16  # candidates per position a tree may branch into
 SIZE_MARGIN = 1.03  # what a smaller draft must promise over a larger one: forecasts are noisy, larger drafts show more
 LEAVE, RETURN = 0.97, 1.03  # speed of drafting over plain decoding below which it ends, above which it begins again
 FIRST_WAIT, LAST_WAIT = 8, 64  # plain steps between probes; doubled after each that fails
@@ -65,6 +65,7 @@ class StepPilot(Pilot):
     is_chain: bool = False
     draft_sizes: tuple[int, ...] = DRAFT_SIZES
     forecast: Forecast | None = None  # None: no fit, for these draft sizes
+    sampled: Calibration | None = None  # at temperatures above 0, where noise is part of the scores; None: the same
     label: str = ""
     recent: Recent = field(default_factory=Recent, init=False, repr=False, compare=False)
     gate: Gate = field(default_factory=Gate, init=False, repr=False, compare=False)
@@ -119,7 +120,8 @@ class StepPilot(Pilot):
         depth = min(candidates.num_positions, inputs.num_remaining - 1)  # deeper tokens could not be emitted
         draft_ms = self.costs.draft_ms(candidates.num_positions + 1, inputs.batch_size)
         step_ms = (draft_ms + self._rest_ms(inputs)).tolist()
-        self._growth = self._grow(candidates, depth, step_ms)
+        calibration = self.sampled if self.sampled is not None and inputs.temperature > 0 else self.calibration
+        self._growth = self._grow(candidates, calibration, depth, step_ms)
         return self._growth.nodes
 
     def _rest_ms(self, inputs: PilotInputs) -> np.ndarray:
@@ -127,13 +129,13 @@ class StepPilot(Pilot):
         count = self._forecast.num_nodes + 1
         return self.costs.verify_row(count, inputs.batch_size, inputs.context_length) + self.costs.overhead_ms
 
-    def _grow(self, candidates: Candidates, depth: int, step_ms: list[float]) -> Growth:
+    def _grow(self, candidates: Candidates, calibration: Calibration, depth: int, step_ms: list[float]) -> Growth:
         nodes: Stream
         if candidates.tree is not None:  # grown by the drafter: pruned as it is scored
             chain = proposed_chain(candidates.tree)
             nodes = proposed_chain(candidates.tree) if self.is_chain else proposed_nodes(candidates.tree)
         else:
-            first, later = self.calibration.probabilities(candidates, WIDTH)
+            first, later = calibration.probabilities(candidates, WIDTH)
             given = (first, later[: max(depth - 1, 0)], candidates.token_ids[:depth])
             chain = likeliest_chain(*given)
             nodes = likeliest_chain(*given) if self.is_chain else best_first(*given)

@@ -17,7 +17,7 @@ from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.fitting import mark_hits
 from blockpilot.pilots.fixed import FixedPilot, PlainPilot, TreePilot
 from blockpilot.pilots.growth import best_first
-from blockpilot.pilots.step import StepPilot
+from blockpilot.pilots.step import WIDTH, StepPilot
 from blockpilot.replay.costs import SimulatedStep, total
 from blockpilot.replay.oracles import oracle_request, oracle_steps
 from blockpilot.replay.simulate import simulate
@@ -56,7 +56,7 @@ def compare(
     train: Sequence[Trace], test: Sequence[Trace], pilots: Sequence[Pilot], costs: StepCosts, *, load: str
 ) -> list[Row]:
     """Rows of plain decoding, best fixed chain and tree, the given pilots and the oracles on the test traces."""
-    sizes = test[0].setting.sizes
+    sizes = sorted(set.intersection(*(set(trace.setting.sizes) for trace in (*train, *test))))
     chain = _best([FixedPilot(size) for size in sizes], train, costs)
     trees = [TreePilot(count, size) for size in sorted(test[0].drafts) for count in TREES if count >= size // 4]
     walks: dict[str, list[list[SimulatedStep]]] = {
@@ -70,7 +70,7 @@ def compare(
         priced = replace(pilot, costs=costs) if isinstance(pilot, StepPilot) else pilot
         walks[pilot.name] = [simulate(trace, priced, costs) for trace in test]
     walks["oracle per request"] = [oracle_request(trace, (1, *sizes), costs).steps for trace in test]
-    walks["oracle per step"] = [oracle_steps(trace, costs) for trace in test]
+    walks["oracle per step"] = [oracle_steps(trace, costs, sizes=sizes) for trace in test]
     plain, fixed = list(walks.values())[:2]
     return [_row(load, name, found, plain=plain, fixed=fixed) for name, found in walks.items()]
 
@@ -89,10 +89,11 @@ class Reliability:
     num_nodes: int
 
 
-def judge_calibration(calibration: Calibration, traces: Sequence[Trace]) -> dict[str, Reliability]:
-    """Per task, and pooled under the name `all`: the likeliest nodes of every anchor, at every draft size."""
+def judge_calibration(pilot: StepPilot, traces: Sequence[Trace]) -> dict[str, Reliability]:
+    """Per task, and pooled under the name `all`: the likeliest nodes of every second anchor, at every draft size."""
     found: dict[str, list[tuple[NDArray[np.float32], NDArray[np.bool_]]]] = {}
     for trace in traces:
+        calibration = pilot.sampled if pilot.sampled is not None and trace.temperature > 0 else pilot.calibration
         for size in trace.drafts:
             found.setdefault(trace.task, []).append(_node_outcomes(calibration, trace, size))
     reports = {task: _reliability(parts) for task, parts in sorted(found.items())}
@@ -103,7 +104,7 @@ def _node_outcomes(calibration: Calibration, trace: Trace, size: int) -> tuple[N
     probabilities, outcomes = [], []
     true_ranks = trace.draft(size).true_ranks
     for anchor in range(0, trace.num_anchors, 2):
-        candidates = trace.candidates(size, anchor, 8)
+        candidates = trace.candidates(size, anchor, WIDTH)
         stream = best_first(*calibration.probabilities(candidates), candidates.token_ids)
         nodes = list(islice(stream, NUM_NODES))
         hits, _ = mark_hits([(parent, rank) for _, parent, rank in nodes], true_ranks[anchor], len(nodes))

@@ -19,7 +19,7 @@ from blockpilot.replay.trace_files import TraceSet
 from blockpilot.replay.traces import Trace
 
 MIN_TRACES = 8
-SAME = ("target", "drafter", "drafter_sha256", "dtype", "sizes", "draft_sizes", "num_candidates", "vocab_size")
+SAME = ("target", "drafter", "drafter_sha256", "dtype", "draft_sizes", "num_candidates", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,21 @@ def drafts_of(traces: Sequence[Trace], size: int) -> Drafts:
 
 
 def train_step(group: TraceGroup) -> tuple[StepPilot, StepPilot]:
-    """The adaptive tree and the adaptive chain; they share their calibration."""
+    """The adaptive tree and the adaptive chain; they share their calibration.
+
+    Traces of sampled answers get a calibration of their own, and the forecast is that of greedy ones.
+    """
     check_enough(group, "training")
+    sampled = [trace for trace in group.traces if trace.temperature > 0]
+    greedy = [trace for trace in group.traces if trace.temperature == 0]
+    if len(greedy) < MIN_TRACES:
+        greedy, sampled = group.traces, []
     sizes = tuple(group.manifest["draft_sizes"])
     if not sizes:
         raise InputError("these traces hold no candidates: collect with --draft-sizes and every anchor")
-    drafts = {size: drafts_of(group.traces, size) for size in sizes}
+    drafts = {size: drafts_of(greedy, size) for size in sizes}
     calibration = fit_calibration(list(drafts.values()))
+    noisy = fit_calibration([drafts_of(sampled, size) for size in sizes]) if len(sampled) >= MIN_TRACES else None
     tree, chain = (
         StepPilot(
             calibration,
@@ -93,6 +101,7 @@ def train_step(group: TraceGroup) -> tuple[StepPilot, StepPilot]:
             is_chain=is_chain,
             draft_sizes=sizes,
             forecast=fit_forecast(drafts, calibration, is_chain=is_chain),
+            sampled=noisy,
         )
         for is_chain in (False, True)
     )

@@ -33,40 +33,45 @@ def _losslessness(run: Run) -> list[str]:
             for d in run.manifest.get("differences", [])
             if not d["is_near_tie"]
         ]
-        notes.append(
-            f"NOT LOSSLESS: {mismatches} mismatches with plain decoding: {', '.join(places[:8]) or 'see rows'}."
-        )
+        found = f"{_count(mismatches, 'mismatch', 'mismatches')} with plain decoding"
+        notes.append(f"NOT LOSSLESS: {found}: {', '.join(places[:8]) or 'see the rows'}.")
     else:
         notes.append(f"No mismatch with plain decoding in {num_tokens:,} tokens of drafted methods.")
     if near_ties:
         largest = max(row.get("largest_gap") or 0 for row in rows)
         notes.append(
-            f"{near_ties} near-ties: the two tokens' scores lie within {gap:g} of each other, so rounding decides "
-            f"(largest gap {largest:.2g})."
+            f"{_count(near_ties, 'near-tie', 'near-ties')}: the scores of two tokens lie within {gap:g} of each other, "
+            f"so rounding decides (largest gap {largest:.2g})."
         )
     if gap > 1e-4:
         notes.append(f"In {run.manifest.get('dtype')} a gap of up to {gap:g} counts as a near-tie, not as a mismatch.")
     return notes
 
 
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
 def _losses(run: Run) -> list[str]:
-    """Where a method is slower than plain decoding, for certain or as far as was seen."""
-    notes = []
+    """Where a method is slower than plain decoding: for certain, or as far as was seen."""
+    notes, uncertain = [], []
     for method in run.methods:
-        rows = run.of_method(method)
-        certain = [r for r in rows if r["speedup_ci"] is not None and r["speedup_ci"][1] < 1]
-        other = [r for r in rows if r not in certain and (r["speedup"] or 1) < 1]
-        if method != "ar" and certain:
-            notes.append(f"{method} loses against plain decoding on {_list(certain)}.")
-        if method != "ar" and other:
-            notes.append(
-                f"{method} was slower than plain decoding on {_list(other)}, within its interval or with none."
-            )
+        rows = [row for row in run.of_method(method) if method != "ar" and (row["speedup"] or 1) < 1]
+        certain = [row for row in rows if row["speedup_ci"] is not None and row["speedup_ci"][1] < 1]
+        if certain:
+            notes.append(f"{method} loses against plain decoding on {_list_tasks(certain, len(run.tasks))}.")
+        if other := [row for row in rows if row not in certain]:
+            uncertain.append(f"{method} on {_list_tasks(other, len(run.tasks))}")
+    if uncertain:
+        notes.append(f"Slower than plain decoding, but not for certain: {'; '.join(uncertain)}.")
     return notes
 
 
-def _list(rows: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{task_title(row['task'])} ({row['speedup']:.2f}×)" for row in rows)
+def _list_tasks(rows: list[dict[str, Any]], num_tasks: int) -> str:
+    if len(rows) == num_tasks > 2:
+        speeds = sorted(row["speedup"] for row in rows)
+        return f"all tasks ({speeds[0]:.2f}x to {speeds[-1]:.2f}x)"
+    return ", ".join(f"{task_title(row['task'])} ({row['speedup']:.2f}x)" for row in rows)
 
 
 def _against_best_fixed(run: Run) -> list[str]:
@@ -109,7 +114,9 @@ def _circumstances(manifest: dict[str, Any]) -> list[str]:
         for task, reason in manifest.get("left_out_tasks", {}).items()
     ]
     for task, count in manifest.get("prompts_too_long", {}).items():
-        notes.append(f"{task_title(task)}: {count} prompts were passed over because they do not fit the context.")
+        notes.append(
+            f"{task_title(task)}: {_count(count, 'prompt was', 'prompts were')} passed over: too long for the context."
+        )
     if "swebench" in manifest.get("prompts", {}) and manifest["prompts"]["swebench"].get("file") == "swebench.jsonl.gz":
         notes.append("The shipped SWE-bench prompts are the shortest issues of the set.")
     split = manifest.get("arguments", {}).get("split", "test")

@@ -20,7 +20,17 @@ TITLES = {
     "alpaca": "Alpaca",
     MEAN: "Mean",
 }
-NEEDED = ("task", "method", "model", "temperature", "num_prompts", "num_tokens", "num_steps", "tau_mean", "tau_pooled")
+NEEDED: tuple[str, ...] = (
+    "task",
+    "method",
+    "model",
+    "temperature",
+    "num_prompts",
+    "num_tokens",
+    "num_steps",
+    "tau_mean",
+    "tau_pooled",
+)
 NEEDED += ("tau_loop_free", "loop_share", "tokens_per_second", "speedup", "speedup_ci", "end_to_end_speedup")
 NEEDED += ("mismatches", "near_ties", "manifest")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from blockpilot.report.published import PUBLISHED
 from blockpilot.report.run_data import MEAN, Run, task_title
 
-EMPTY = "–"
+EMPTY = "-"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def results_table(run: Run) -> Table:
     for method in run.methods:
         cells = [Cell(method, is_label=True)]
         for task in run.columns:
-            cells += [_number(run, task, method, name, suffix) for name, suffix in (("speedup", "×"), ("tau_mean", ""))]
+            cells += [_number(run, task, method, name, suffix) for name, suffix in (("speedup", "x"), ("tau_mean", ""))]
         rows.append(cells)
     return Table(groups, headings, rows)
 
@@ -97,7 +97,7 @@ def published_table() -> Table:
     for line in PUBLISHED:
         cells = [Cell(line.model, is_label=True), Cell(f"{line.temperature:g}")]
         for pair in (line.eagle3, line.dflash, line.blockpilot):
-            cells += [Cell(EMPTY), Cell(EMPTY)] if pair is None else [Cell(f"{pair[0]:.2f}×"), Cell(f"{pair[1]:.2f}")]
+            cells += [Cell(EMPTY), Cell(EMPTY)] if pair is None else [Cell(f"{pair[0]:.2f}x"), Cell(f"{pair[1]:.2f}")]
         rows.append(cells)
     return Table(groups, headings, rows)
 
@@ -112,7 +112,7 @@ def best_fixed_table(run: Run) -> Table | None:
     for task in run.tasks:
         known = hindsight.get(task)
         chosen = str(choice["size_by_task"].get(task, EMPTY)) if choice else EMPTY
-        best = EMPTY if known is None else f"{known['method'].partition(':')[2]} ({known['speedup']:.2f}×)"
+        best = EMPTY if known is None else f"{known['method'].partition(':')[2]} ({known['speedup']:.2f}x)"
         rows.append([Cell(task_title(task), is_label=True), Cell(chosen), Cell(best)])
     if choice:
         rows.append([Cell("All tasks", is_label=True), Cell(str(choice["size"]), is_best=True), Cell(EMPTY)])

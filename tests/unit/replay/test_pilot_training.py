@@ -12,6 +12,7 @@ from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.files import read_card
 from blockpilot.pilots.registry import load_pilot
+from blockpilot.pilots.step import StepPilot
 from blockpilot.replay.pilot_report import compare, judge_calibration
 from blockpilot.replay.pilot_training import drafts_of, hold_out, read_group, tau_table, train_step
 from tests.unit.replay.pieces import SIZES, make_pair, make_requests, run_collect
@@ -52,7 +53,7 @@ def test_the_fixed_size_is_chosen_on_the_training_traces(folders: list[Path]) ->
 
 
 def test_calibration_is_judged_per_task_and_pooled(folders: list[Path]) -> None:
-    reports = judge_calibration(Calibration.identity(), read_group(folders).traces)
+    reports = judge_calibration(StepPilot(Calibration.identity(), StepCosts.linear()), read_group(folders).traces)
     assert set(reports) == {"tiny", "all"}
     assert reports["tiny"] == reports["all"] and reports["all"].num_nodes > 100
     assert 0 <= reports["all"].error <= 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockpilot.text.loops import find_loop
+from blockpilot.text.loops import count_repeats, find_loop
 
 
 def test_the_first_token_that_completes_a_repetition() -> None:
@@ -21,3 +21,9 @@ def test_default_size() -> None:
 @pytest.mark.parametrize("count", [0, 1, 15])
 def test_short_answers_have_no_loop(count: int) -> None:
     assert find_loop([3] * count) == count
+
+
+def test_every_repeated_token_counts() -> None:
+    assert count_repeats([1, 2, 3, 1, 2, 3, 4], size=3) == 1
+    assert count_repeats([7] * 40) == 24
+    assert count_repeats(list(range(40))) == 0

@@ -48,6 +48,21 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, line: st
         read_prompts(tmp_path / name)
 
 
+def test_turns_and_what_scoring_needs(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": "x", "turns": ["one", "two"], "answer": 4, "meta": {"level": 2}}\n', encoding="utf-8")
+    (prompt,) = read_prompts(path)
+    assert (prompt.turns, prompt.answer, prompt.meta) == (("one", "two"), "4", {"level": 2})
+
+
+def test_bad_lines_can_be_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "x"}\n{"text": \n\xff\n{"text": "y"}\n')
+    told: list[str] = []
+    assert [p.text for p in read_prompts(path, skip_bad=lambda error: told.append(str(error)))] == ["x", "y"]
+    assert ["line 2" in told[0], "line 3" in told[1], len(told)] == [True, True, 2]
+
+
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nowhere.txt does not exist"):
         read_prompts(tmp_path / "nowhere.txt")

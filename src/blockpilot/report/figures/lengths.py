@@ -32,8 +32,8 @@ def draw_tau_by_size(run: Run) -> Figure | str:
 def draw_best_sizes(run: Run) -> Figure | str:
     """How many prompts each measured size serves best, by speed and by tau."""
     sizes = run.fixed_sizes
-    if len(sizes) < 2:
-        return "it needs dflash:B for two block sizes or more"
+    if len(sizes) < 3:
+        return "it needs dflash:B for three block sizes or more"
     counts = {name: count_best(run, name) for name in ("tokens_per_second", "tau")}
     total = sum(counts["tokens_per_second"].values())
     if not total:
@@ -97,8 +97,8 @@ def acceptance(rows: Sequence[Row]) -> list[float]:
 
 
 def _choose_lines(methods: list[str]) -> list[str]:
-    """At most as many lines as there are looks; adaptive methods and the widest chains first."""
-    first = [m for m in methods if m in ("auto", "step", "chain-step", "blockpilot", "best-fixed", "eagle3", "ngram")]
+    """At most as many lines as there are looks: the widest chain first, then the adaptive methods and the drafters."""
     chains = sorted((m for m in methods if m.startswith("dflash:")), key=lambda m: -int(m.partition(":")[2]))
-    wanted = {*dict.fromkeys([*first, *chains[:2], *methods])} if len(methods) <= MAX_LINES else {*first, *chains[:2]}
-    return [method for method in methods if method in wanted][:MAX_LINES]
+    ranked = [*chains[:1], "auto", "step", "eagle3", "ngram", "blockpilot", "chain-step", "best-fixed", *methods]
+    wanted = [method for method in dict.fromkeys(ranked) if method in methods][:MAX_LINES]
+    return [method for method in methods if method in wanted]

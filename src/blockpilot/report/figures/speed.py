@@ -10,7 +10,7 @@ from blockpilot.report.run_data import Row, Run, task_title
 from blockpilot.report.tables import mean_or_only
 
 PANELS_PER_LINE = 5
-PARTS = {"draft": (ORANGE, "////"), "verify": (SKY, ""), "pilot": (RED, "xxxx"), "other": (LIGHT, "....")}
+PARTS = {"draft": (ORANGE, "////"), "verify": (SKY, ""), "pilot": (RED, "xxxx"), "other": (LIGHT, "")}
 COMPARED = ("ar", "ngram", "eagle3", "best-fixed", "blockpilot", "chain-step", "step", "auto")
 
 
@@ -44,11 +44,12 @@ def _draw_bars(axes: Axes, run: Run, task: str, methods: list[str]) -> None:
             low, high = max(0.0, speedup - interval[0]), max(0.0, interval[1] - speedup)
             axes.errorbar(speedup, place, xerr=[[low], [high]], color=BLACK, capsize=2, linewidth=0.9)
             end = max(end, interval[1])
-        weight = "bold" if speedup == best else "normal"
-        axes.annotate(
-            f"{speedup:.2f}", (end, place), (3, 0), textcoords="offset points", va="center", fontsize=7, weight=weight
+        label = axes.annotate(
+            f"{speedup:.2f}", (end, place), (4, 0), textcoords="offset points", va="center", fontsize=7, zorder=5
         )
-    axes.axvline(1, color="#444444", linewidth=0.9, linestyle="--")
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # readable across the dashed line
+        label.set_fontweight("bold" if speedup == best else "normal")
+    axes.axvline(1, color="#444444", linewidth=0.9, linestyle="--", zorder=4)
     axes.set_yticks(range(len(methods)), methods)
     axes.tick_params(axis="y", length=0)
     axes.set(title=task_title(task), ylim=(len(methods) - 0.4, -0.6))
@@ -76,6 +77,9 @@ def draw_speed_by_size(run: Run) -> Figure | str:
         if (speed := run.value(column, method, "tokens_per_second")) is not None:
             line, colour = looks[method]
             axes.axhline(speed, linestyle=line, color=colour, label=f"{method}, {speed:.1f}")
+    choice = run.manifest.get("best_fixed")
+    if choice and (speed := run.value(column, "best-fixed", "tokens_per_second")) is not None:
+        axes.plot(choice["size"], speed, color=BLUE, marker="*", markersize=11, linestyle="")  # where it was chosen
     axes.set(xlabel="block size B", ylabel="tokens/s, mean of the tasks" if len(run.tasks) > 1 else "tokens/s")
     axes.set_xticks(list(sizes))
     axes.set_ylim(bottom=0)

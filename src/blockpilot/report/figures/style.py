@@ -3,11 +3,15 @@ hatches that survive a grey printer."""
 
 import io
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+
+from blockpilot.report.run_data import Run
 
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
     "#000000",
@@ -21,7 +25,7 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
 )
 GREY, LIGHT = "#8c8c8c", "#d9d9d9"
 WIDTH = 8.6  # inches, the width of the page's text
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 8.5,
     "axes.titlesize": 9,
@@ -45,12 +49,12 @@ SETTINGS = {
 }
 FAMILIES = {  # start of a method's name -> colour, hatch
     "ar": (LIGHT, ""),
-    "ngram": (YELLOW, "...."),
+    "ngram": (YELLOW, "\\\\"),
     "eagle3": (PINK, "////"),
     "dflash": (SKY, ""),
     "best-fixed": (BLUE, ""),
     "tree": (GREEN, "xxxx"),
-    "blockpilot": (ORANGE, "\\\\\\\\"),
+    "blockpilot": (ORANGE, "++++"),
     "chain-step": (RED, "----"),
     "step": (RED, "||||"),
     "auto": (RED, ""),
@@ -58,6 +62,11 @@ FAMILIES = {  # start of a method's name -> colour, hatch
 LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)), (0, (3, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 COLOURS = (BLUE, RED, GREEN, ORANGE, PINK, BLACK, SKY, GREY)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    svg: str  # an element that stands inside a page
 
 
 def family(method: str) -> tuple[str, str]:
@@ -73,12 +82,19 @@ def line_looks() -> Any:
     )
 
 
-def to_svg(figure: Figure, name: str) -> str:
-    """The figure as an element that stands inside a page; the same figure gives the same text."""
-    with rc_context({**SETTINGS, "svg.hashsalt": name}), io.StringIO() as file:  # type: ignore[arg-type]
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-        text = file.getvalue()
+def render(draw: Callable[[Run], Figure | str], run: Run, name: str) -> Drawing | str:
+    """The figure, or why there is none. The same figure gives the same text."""
+    with rc_context({**SETTINGS, "svg.hashsalt": name}):
+        figure = draw(run)
+        return figure if isinstance(figure, str) else Drawing(_to_svg(figure))
+
+
+def _to_svg(figure: Figure) -> str:
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     return re.sub(r"[ \t]*\n[ \t]*", "\n", text).strip()

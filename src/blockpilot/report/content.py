@@ -1,0 +1,117 @@
+"""What a report says, before it is written as Markdown or HTML."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blockpilot.report.answer_view import draw_answer
+from blockpilot.report.notes import write_notes
+from blockpilot.report.run_data import Run
+from blockpilot.report.tables import (
+    Table,
+    best_fixed_table,
+    details_table,
+    published_table,
+    results_table,
+    scores_table,
+)
+
+LEAD = (
+    "Speedup is decode tokens per second over plain decoding by the same engine in the same run; every draft counts, "
+    "reading the prompt does not. τ is the number of tokens a step emits. Methods took turns on every prompt, in a "
+    "shuffled order."
+)
+PUBLISHED_NOTE = (
+    "From the BlockPilot paper (arXiv 2606.31315), means over its tasks on an H100. Models, drafters and machine "
+    "differ, so these figures stand beside ours and not against them."
+)
+
+
+@dataclass(frozen=True)
+class DrawnFigure:
+    file_name: str
+    title: str
+    caption: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """One run."""
+
+    run: Run
+    heading: str
+    setting: str
+    results: Table
+    reading: str
+    notes: list[str]
+    figures: list[DrawnFigure]
+    left_out: list[tuple[str, str]]  # title of a figure, why it is missing
+    tables: list[tuple[str, Table]]
+    answer: str | None  # HTML
+
+
+@dataclass(frozen=True)
+class Content:
+    title: str
+    lead: str
+    sections: list[Section]
+    published: Table
+    published_note: str
+
+
+def build_content(runs: Sequence[Run]) -> Content:
+    sections = [_build_section(run, f"{place}-" if len(runs) > 1 else "") for place, run in enumerate(runs, start=1)]
+    return Content("BlockPilot benchmark", LEAD, sections, published_table(), PUBLISHED_NOTE)
+
+
+def _build_section(run: Run, prefix: str) -> Section:
+    figures, left_out = _draw_figures(run, prefix)
+    tables = [("Block sizes", best_fixed_table(run)), ("Right answers", scores_table(run))]
+    tables.append(("All rows", details_table(run)))
+    return Section(
+        run=run,
+        heading=run.title,
+        setting=_describe_setting(run),
+        results=results_table(run),
+        reading="Best of each column in bold. τ is the mean of the answers' means.",
+        notes=write_notes(run),
+        figures=figures,
+        left_out=left_out,
+        tables=[(title, table) for title, table in tables if table is not None],
+        answer=draw_answer(run),
+    )
+
+
+def _describe_setting(run: Run) -> str:
+    manifest = run.manifest
+    arguments = manifest.get("arguments", {})
+    drafters = ", ".join(drafter["name"] for drafter in manifest.get("drafters", {}).values()) or "none"
+    counts = sorted({row["num_prompts"] for row in run.of_method("ar")})
+    prompts = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}" if counts else "no"
+    word = "prompt" if counts == [1] else "prompts"
+    repeats = arguments.get("repeats", 1)
+    times = f", each {repeats} times" if repeats > 1 else ""
+    threads = f", {manifest['num_threads']} threads" if "num_threads" in manifest else ""
+    return (
+        f"{manifest.get('device', 'unknown device')}{threads}, {manifest.get('dtype', 'unknown dtype')}; target "
+        f"{run.rows[0]['model']}, drafters {drafters}; {prompts} {arguments.get('split', 'test')} {word} per task, up "
+        f"to {arguments.get('max_new_tokens', '?')} new tokens{times}."
+    )
+
+
+def _draw_figures(run: Run, prefix: str) -> tuple[list[DrawnFigure], list[tuple[str, str]]]:
+    if importlib.util.find_spec("matplotlib") is None:
+        return [], [("all figures", "matplotlib is not installed (pip install 'blockpilot[figures]')")]
+    from blockpilot.report.figures.catalogue import CATALOGUE
+    from blockpilot.report.figures.style import render
+
+    figures: list[DrawnFigure] = []
+    left_out: list[tuple[str, str]] = []
+    for kind in CATALOGUE:
+        found = render(kind.draw, run, f"{prefix}{kind.name}")
+        if isinstance(found, str):
+            left_out.append((kind.title, found))
+        else:
+            figures.append(DrawnFigure(f"{prefix}{kind.name}", kind.title, kind.caption, found.svg))
+    return figures, left_out

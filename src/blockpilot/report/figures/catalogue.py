@@ -1,0 +1,61 @@
+"""All figures of a report: name, heading, what it shows, and how it is drawn."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+
+from blockpilot.report.figures.lengths import draw_acceptance, draw_best_sizes, draw_tau_by_size
+from blockpilot.report.figures.speed import draw_speed_by_size, draw_speedups, draw_time_split
+from blockpilot.report.run_data import Run
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    title: str
+    caption: str
+    draw: Callable[[Run], Figure | str]
+
+
+CATALOGUE = (
+    Kind(
+        "speedups",
+        "Speedup over plain decoding",
+        "Decode tokens per second over those of plain decoding in the same run. Whiskers: paired bootstrap over "
+        "prompts, 95 %. Dashed: plain decoding.",
+        draw_speedups,
+    ),
+    Kind(
+        "speed-by-size",
+        "Speed by block size",
+        "Fixed DFlash chains by block size, and the other methods as lines across.",
+        draw_speed_by_size,
+    ),
+    Kind(
+        "tau-by-size",
+        "Tokens per step by block size",
+        "Fixed DFlash chains; mean of the answers' means.",
+        draw_tau_by_size,
+    ),
+    Kind(
+        "best-sizes",
+        "Which fixed size serves a prompt best",
+        "For every prompt the best of the measured sizes, by speed and by tokens per step. Known only in hindsight; "
+        "with few tokens per prompt much of the spread is noise.",
+        draw_best_sizes,
+    ),
+    Kind(
+        "acceptance",
+        "Acceptance by position",
+        "Of the steps that drafted as far as a position, the share whose accepted path reached it. Each answer's last "
+        "step is left out.",
+        draw_acceptance,
+    ),
+    Kind(
+        "time-split",
+        "Where a step's time goes",
+        "Mean milliseconds of one step. Other: keeping the cache, showing the drafter what was kept, text.",
+        draw_time_split,
+    ),
+)

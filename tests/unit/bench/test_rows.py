@@ -1,0 +1,76 @@
+"""Rows: what they hold and in which order."""
+
+import pytest
+
+from blockpilot.bench.audit import Difference
+from blockpilot.bench.rows import RowFacts, build_rows
+from tests.unit.bench.pieces import make_answer
+
+CONTRACT = [
+    "task",
+    "method",
+    "model",
+    "temperature",
+    "num_prompts",
+    "num_tokens",
+    "num_steps",
+    "tau_mean",
+    "tau_pooled",
+    "tau_loop_free",
+    "loop_share",
+    "tokens_per_second",
+    "speedup",
+    "speedup_ci",
+    "end_to_end_speedup",
+    "mismatches",
+    "near_ties",
+    "manifest",
+]
+METHODS = ("ar", "dflash:4", "best-fixed")
+
+
+def answers(task: str, factor: float) -> list:
+    found = []
+    for place in range(2):
+        where = {"task": task, "prompt_id": f"q{place}", "batch": place}
+        for repeat in range(2):
+            found += [
+                make_answer([1] * 6, seconds=6.0, repeat=repeat, **where),
+                make_answer([3, 3], method="dflash:4", seconds=6.0 / factor, repeat=repeat, **where),
+                make_answer([2, 2, 2], method="best-fixed", seconds=3.0, repeat=repeat, **where),
+            ]
+    return found
+
+
+def test_rows_of_tasks_and_their_mean() -> None:
+    facts = RowFacts("model", 0.0, "abc", ("one", "two"), METHODS)
+    odd = [
+        Difference("one", "dflash:4", "q0", 0, 0, 3, gap, is_near_tie=gap < 1)
+        for gap in (2e-5, 4.0)  # a near-tie and a mismatch
+    ]
+    scores = {("one", "ar"): [True, False]}
+    rows = build_rows(answers("one", 2.0) + answers("two", 4.0), odd, scores, facts)
+    assert [(row["task"], row["method"]) for row in rows] == [
+        (task, method) for task in ("one", "two", "mean") for method in METHODS
+    ]
+    first = rows[1]
+    assert list(first)[: len(CONTRACT)] == CONTRACT
+    assert (first["num_prompts"], first["num_tokens"], first["num_steps"]) == (2, 14, 4)  # of the first repeat
+    assert (first["tau_mean"], first["speedup"], first["tokens_per_second"]) == (3.0, 2.0, 2.0)
+    assert first["speedup_ci"] == [2.0, 2.0]
+    assert (first["mismatches"], first["near_ties"], first["largest_gap"]) == (1, 1, 4.0)
+    assert first["over_best_fixed"] == {"ratio": 1.0, "ci": [1.0, 1.0]}
+    assert first["emitted_histogram"] == {"3": 4} and first["peak_memory_bytes"] == 100
+    assert first["time_to_first_token"] == 0.5
+    assert first["best_fixed_of_task"] == {"method": "dflash:4", "speedup": 2.0}
+    assert first["per_prompt"][1] == {"id": "q1", "tau": 3.0, "tokens_per_second": 2.0}
+    assert (rows[0]["score"], rows[0]["num_scored"], first["score"]) == (0.5, 2, None)
+    mean = rows[7]
+    assert set(CONTRACT) <= mean.keys() and "per_prompt" not in mean
+    assert (mean["speedup"], mean["num_prompts"], mean["mismatches"]) == (3.0, 4, 1)
+    assert mean["over_best_fixed"]["ratio"] == pytest.approx(1.5)
+
+
+def test_one_task_needs_no_mean() -> None:
+    rows = build_rows(answers("one", 2.0), [], {}, RowFacts("model", 0.0, "abc", ("one",), METHODS))
+    assert {row["task"] for row in rows} == {"one"}

@@ -1,0 +1,144 @@
+"""Reports of a small run: facts in the files, not pixels."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from blockpilot.core.errors import InputError
+from blockpilot.report.answer_view import draw_tokens
+from blockpilot.report.build import build_report
+from blockpilot.report.figures.lengths import acceptance, count_best
+from blockpilot.report.notes import write_notes
+from blockpilot.report.run_data import read_run
+from tests.unit.report.pieces import SPEEDS, make_row, write_run
+
+FIGURES = ["speedups", "speed-by-size", "tau-by-size", "best-sizes", "acceptance", "time-split"]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    files = build_report([write_run(folder / "run")], folder / "out")
+    assert [path.stem for path in files.figures] == FIGURES and not files.left_out
+    return folder / "out"
+
+
+def test_the_page_stands_alone(report: Path) -> None:
+    page = (report / "report.html").read_text(encoding="utf-8")
+    assert len(page) < 5_000_000
+    assert page.count("<svg") == len(FIGURES) and page.count("<figcaption>") == len(FIGURES)
+    assert not re.search(r"(?:src|href)=\"(?!#)|url\((?!#)|@import|<script", page)
+    assert "@media print" in page
+
+
+def test_the_page_says_what_was_measured(report: Path) -> None:
+    page = (report / "report.html").read_text(encoding="utf-8")
+    for fact in (
+        "GSM8K",
+        "MT-Bench",
+        "<b>1.75x</b>",
+        "<b>3.25</b>",
+        "A processor, 2 threads, float32",
+        "small-drafter",
+    ):
+        assert fact in page
+    for fact in ("Published, other models", "Qwen3-4B", "4.17x", "&quot;id&quot;: &quot;abc&quot;"):
+        assert fact in page
+    assert "<b>1.50x</b>" not in page  # only the best is bold
+
+
+def test_markdown_has_the_same_table(report: Path) -> None:
+    text = (report / "report.md").read_text(encoding="utf-8")
+    assert "| Method | GSM8K Speedup | τ | MT-Bench Speedup | τ | Mean Speedup | τ |" in text
+    assert "| auto | **1.75x** | 2.75 | **1.75x** | 2.75 | **1.75x** | 2.75 |" in text
+    assert "![Acceptance by position](figures/acceptance.svg)" in text
+    assert (report / "figures" / "acceptance.svg").is_file()
+
+
+def test_the_same_run_gives_the_same_bytes(report: Path, tmp_path: Path) -> None:
+    build_report([write_run(tmp_path / "run")], tmp_path / "out")
+    for name in ("report.html", "report.md"):
+        assert (tmp_path / "out" / name).read_bytes() == (report / name).read_bytes()
+
+
+def test_notes_are_honest(tmp_path: Path) -> None:
+    notes = "\n".join(write_notes(read_run(write_run(tmp_path / "a"))))
+    assert "No mismatch with plain decoding" in notes
+    assert "dflash:16 loses against plain decoding on GSM8K (0.70x), MT-Bench (0.70x)." in notes
+    assert "ngram loses" in notes and "auto runs at 1.17 times best-fixed (1.12 to 1.22)." in notes
+    assert "repeats itself (GSM8K 25%" in notes and "2 prompts in the smallest task" in notes
+    rows = [make_row("gsm8k", "ar"), make_row("gsm8k", "auto", mismatches=1, near_ties=2, largest_gap=3e-5)]
+    rows.append(make_row("gsm8k", "ngram", speedup_ci=None))
+    odd = {"task": "gsm8k", "method": "auto", "prompt_id": "x", "position": 7, "is_near_tie": False}
+    broken = "\n".join(write_notes(read_run(write_run(tmp_path / "b", rows, differences=[odd]))))
+    assert "NOT LOSSLESS: 1 mismatch with plain decoding: GSM8K auto (x, token 7)." in broken
+    assert "2 near-ties" in broken and "largest gap 3e-05" in broken
+    assert "not for certain: ngram on GSM8K (0.90x)" in broken
+
+
+def test_missing_data_leaves_a_sentence(tmp_path: Path) -> None:
+    rows = [make_row("gsm8k", method) for method in ("ar", "dflash:4")]
+    for row in rows:
+        for name in ("positions", "milliseconds_per_step", "per_prompt"):
+            del row[name]
+    folder = write_run(tmp_path / "run", rows)
+    (folder / "samples.jsonl").unlink()
+    files = build_report([folder], tmp_path / "out")
+    assert [path.stem for path in files.figures] == ["speedups"] and len(files.left_out) == 5
+    page = files.html.read_text(encoding="utf-8")
+    assert "it needs dflash:B for two block sizes or more" in page and "the run holds no sample" in page
+    assert "Left out: Acceptance by position, because" in files.markdown.read_text(encoding="utf-8")
+
+
+def test_without_matplotlib_there_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    files = build_report([write_run(tmp_path / "run")], tmp_path / "out")
+    assert not files.figures and "pip install" in files.left_out[0][1]
+    assert "<b>1.75x</b>" in files.html.read_text(encoding="utf-8")
+
+
+def test_several_runs_make_several_sections(tmp_path: Path) -> None:
+    hot = [make_row("gsm8k", method, temperature=0.7) for method in SPEEDS]
+    files = build_report([write_run(tmp_path / "a"), write_run(tmp_path / "b", hot)], tmp_path / "out")
+    page = files.html.read_text(encoding="utf-8")
+    assert "<h2>tiny, T = 0</h2>" in page and "<h2>tiny, T = 0.7</h2>" in page
+    assert {path.stem for path in files.figures} == {f"{run}-{name}" for run in (1, 2) for name in FIGURES}
+
+
+def test_tokens_of_a_step_stand_together() -> None:
+    steps = {"block_sizes": [4, 4], "verify_sizes": [6, 4], "emitted": [3, 2]}
+    drawn = draw_tokens(["It", " is", " four", ".\n", "Done", "<b>"], steps)
+    assert drawn.count("<i ") == 6 and drawn.count('class="own"') == 2 and drawn.count('class="step') == 2
+    assert '<i class="first"' in drawn and "&lt;b&gt;" in drawn and ".↵\n" in drawn
+    assert "step 1, position 2 of 3: accepted" in drawn
+    assert "step 2: the target's own token; block size 4, 4 checked, 2 emitted" in drawn
+
+
+def test_counts_behind_the_figures(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path))
+    assert count_best(run, "tau") == {16: 4} and count_best(run, "tokens_per_second") == {4: 4}
+    assert acceptance(run.of_method("dflash:4")) == [0.5, 26 / 80, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", None, "rows.jsonl cannot be read: No such file.*may not be finished"),
+        ("rows.jsonl", "", "holds no rows"),
+        ("rows.jsonl", "{\n", "line 1: not valid JSON"),
+        ("rows.jsonl", json.dumps({"task": "x"}), "line 1: no field 'method'"),
+        ("manifest.json", "[]", "expected a JSON object"),
+    ],
+)
+def test_bad_folders_are_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_text(content, encoding="utf-8")
+    with pytest.raises(InputError, match=message):
+        read_run(folder)
+    with pytest.raises(InputError, match="is no folder"):
+        read_run(tmp_path / "nowhere")

@@ -133,8 +133,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="DIR")
     parser.add_argument("--device", default="cpu", help="where networks are trained (default: cpu)")
     parser.add_argument("--steps", type=int, default=1500, metavar="N", help="of training (default: 1500)")
-    step_help = "training traces that step pilots are fitted to, 0 for no step pilots (default: 256)"
-    parser.add_argument("--step-traces", type=int, default=256, metavar="N", help=step_help)
+    step_help = "training traces that step pilots are fitted to, 0 for no step pilots (default: 128)"
+    parser.add_argument("--step-traces", type=int, default=128, metavar="N", help=step_help)
     parser.add_argument("--quick", action="store_true", help="small networks, few traces: does it run?")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -162,7 +162,7 @@ def describe(name: str, found: dict[str, Any]) -> str:
     total = found["num_samples"]
     lines = [f"## {name}: {total} samples", "", "| size | tau | against 16 |", "|---|---|---|"]
     lines += [
-        f"| {size} | {show(row['tau'], '.2f')} | {show(row['gain_over_16'])} |" for size, row in found["fixed"].items()
+        f"| {size} | {show(row['tau'], '.3f')} | {show(row['gain_over_16'])} |" for size, row in found["fixed"].items()
     ]
     lines += [
         "",
@@ -170,7 +170,7 @@ def describe(name: str, found: dict[str, Any]) -> str:
     ]
     lines += ["|---|---|---|---|---|---|---|"]
     for row in found["ways"]:
-        numbers = [show(row["tau"], ".2f"), show(row["gain_over_16"]), show(row["gain_over_best_fixed"])]
+        numbers = [show(row["tau"], ".3f"), show(row["gain_over_16"]), show(row["gain_over_best_fixed"])]
         cells = [
             row["name"],
             row["knows"],

@@ -55,7 +55,7 @@ class LoadStudy:
             if traces[0].setting.is_every_anchor:
                 sizes = [size for size in self.test.sizes if size > 1]
                 walks = (oracle_steps(trace, costs, sizes=sizes) for trace in traces)
-                columns["oracle per step"] = _walk_ms([total([walk]).milliseconds for walk in walks])
+                columns["oracle per step (chains)"] = _walk_ms([total([walk]).milliseconds for walk in walks])
             yield from _describe(load, columns, self.test.tasks)
 
     def _fixed(self, costs: StepCosts) -> dict[str, Values]:

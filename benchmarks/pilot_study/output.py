@@ -96,7 +96,7 @@ def _prefill_table(rows: Sequence[Row], trained: int) -> str:
         "over best fixed",
         "loop-free",
         "of the oracle's gain",
-        "hits",
+        "best named",
     )
     return _table(
         "One size per request, chosen after prefill",

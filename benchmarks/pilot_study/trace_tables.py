@@ -1,8 +1,8 @@
 """Traces as tables: what every request would have got at every fixed block size.
 
 A table holds tau [requests, sizes] over all steps of the walk, over its loop-free ones, and over parts of the answer
-(first and second half, odd and even stretches) for checks of noise. It also keeps what the steps of a walk look like, so
-that any step costs can be put on them.
+(first and second half, odd and even stretches) for checks of noise. It also keeps what the steps of a walk look like:
+any step costs can be put on them.
 """
 
 from collections import Counter

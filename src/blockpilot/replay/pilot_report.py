@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from blockpilot.core.errors import InputError
 from blockpilot.pilots.base import Pilot
 from blockpilot.pilots.calibration import Calibration, expected_calibration_error
 from blockpilot.pilots.cost_model import StepCosts
@@ -56,7 +57,8 @@ def compare(
     train: Sequence[Trace], test: Sequence[Trace], pilots: Sequence[Pilot], costs: StepCosts, *, load: str
 ) -> list[Row]:
     """Rows of plain decoding, best fixed chain and tree, the given pilots and the oracles on the test traces."""
-    sizes = sorted(set.intersection(*(set(trace.setting.sizes) for trace in (*train, *test))))
+    sizes = sorted(set.intersection(*(set(trace.setting.sizes) for trace in test)))
+    train = _alike(train, test, sizes)
     chain = _best([FixedPilot(size) for size in sizes], train, costs)
     trees = [TreePilot(count, size) for size in sorted(test[0].drafts) for count in TREES if count >= size // 4]
     walks: dict[str, list[list[SimulatedStep]]] = {
@@ -73,6 +75,20 @@ def compare(
     walks["oracle per step"] = [oracle_steps(trace, costs, sizes=sizes) for trace in test]
     plain, fixed = list(walks.values())[:2]
     return [_row(load, name, found, plain=plain, fixed=fixed) for name, found in walks.items()]
+
+
+def _alike(train: Sequence[Trace], test: Sequence[Trace], sizes: Sequence[int]) -> list[Trace]:
+    """The traces to choose fixed sizes on: of the temperatures that are judged, and with all sizes."""
+    temperatures = {trace.temperature for trace in test}
+    found = [
+        trace for trace in train if trace.temperature in temperatures and set(sizes) <= set(trace.setting.sizes)
+    ]
+    if not found:
+        raise InputError(
+            f"no training trace has the temperatures {sorted(temperatures)} and block sizes {list(sizes)} of the "
+            "held-out ones, so no fixed size can be chosen on them: collect both alike"
+        )
+    return found
 
 
 def linear_loads() -> dict[str, StepCosts]:

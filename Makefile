@@ -8,6 +8,8 @@ PIP_FLAGS ?= -c constraints.txt
 PYTEST_FLAGS ?= -n 2
 PROMPT ?= Write a Python function that checks whether a number is prime, and explain how it works.
 
+export OMP_WAIT_POLICY ?= passive  # tests and benchmarks import PyTorch before BlockPilot can ask its threads to sleep
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.blockpilot-installed
 

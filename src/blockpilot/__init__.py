@@ -5,6 +5,8 @@ Public names are loaded on first use, so that `import blockpilot` and `blockpilo
 
 from typing import TYPE_CHECKING, Any
 
+from blockpilot.core.config import let_threads_sleep
+
 if TYPE_CHECKING:
     from blockpilot.core.config import EngineConfig
     from blockpilot.core.errors import BlockPilotError, InputError
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from blockpilot.pilots.registry import load_pilot
 
 __version__ = "0.1.0"
+
+let_threads_sleep()
 
 _HOMES = {
     "LLM": "blockpilot.engine.llm",

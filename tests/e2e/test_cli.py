@@ -102,3 +102,15 @@ def test_interrupt_ends_cleanly():
     assert rest.endswith(b"\n")
     assert error.decode().splitlines()[-1] == "interrupted"
     assert b"Traceback" not in error
+
+
+def test_bench_and_report(tmp_path):
+    out = tmp_path / "run"
+    words = ["--tasks", "mt_bench", "--num-prompts", "1", "--methods", "dflash:4,ngram", "--max-new-tokens", "12"]
+    done = blockpilot("bench", *words, "--out", str(out), "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["method"] for row in rows] == ["ar", "dflash:4", "ngram"]
+    assert all(row["mismatches"] == 0 and row["num_tokens"] == rows[0]["num_tokens"] for row in rows)
+    assert blockpilot("report", str(out)).returncode == 0
+    assert "MT-Bench" in (out / "report.html").read_text(encoding="utf-8")

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from blockpilot.core.errors import InputError
 from blockpilot.core.sampling_params import SamplingParams
 
+KNOWN_METHODS = (
+    "ar, ngram, ngram:B, eagle3, eagle3:B, eagle3-tree, eagle3-tree:N, dflash:B, best-fixed, tree:N, tree:N@B, "
+    "blockpilot, chain-step, step, auto"
+)
 SPLITS = ("test", "calibration", "all")
 BEST_FIXED_SIZES = tuple(range(2, 17))
 QUICK_TASKS = ("gsm8k", "math500", "humaneval", "mt_bench")

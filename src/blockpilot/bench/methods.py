@@ -15,16 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from blockpilot.bench.config import KNOWN_METHODS
 from blockpilot.core.config import cache_dir
 from blockpilot.core.errors import InputError
 from blockpilot.models.shipped import DRAFTERS
 from blockpilot.pilots.files import read_card
 from blockpilot.pilots.registry import load_pilot
 
-KNOWN = (
-    "ar, ngram, ngram:B, eagle3, eagle3:B, eagle3-tree, eagle3-tree:N, dflash:B, best-fixed, tree:N, tree:N@B, "
-    "blockpilot, chain-step, step, auto"
-)
 DEFAULT_METHODS: tuple[str, ...] = ("ar", "ngram", "eagle3", "eagle3-tree", "dflash:4", "dflash:8", "dflash:16")
 DEFAULT_METHODS += ("dflash:32", "best-fixed", "tree:15", "blockpilot", "chain-step", "step", "auto")
 CHAIN_SIZES = {"cpu": "4", "cuda": "8"}  # of n-gram and EAGLE-3 chains; checks are cheap on a GPU
@@ -77,7 +74,7 @@ def _parse(name: str, device_type: str, target: str, pilot_folder: Path | None) 
         return _checked(Method(name, "dflash", f"fixed:{size}"))
     if kind == "tree" and colon:
         return _checked(Method(name, "dflash", name))
-    raise InputError(f"unknown method {name!r}; known: {KNOWN}")
+    raise InputError(f"unknown method {name!r}; known: {KNOWN_METHODS}")
 
 
 def _checked(method: Method) -> Method:

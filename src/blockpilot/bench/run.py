@@ -19,7 +19,7 @@ from blockpilot.bench.audit import Place, find_differences
 from blockpilot.bench.config import BEST_FIXED_SIZES, BenchConfig
 from blockpilot.bench.engines import DrafterSpec, Engines
 from blockpilot.bench.measuring import Measurer, Progress, Report
-from blockpilot.bench.methods import BEST_FIXED, Method, fixed_method
+from blockpilot.bench.methods import ADAPTIVE, BEST_FIXED, Method, fixed_method
 from blockpilot.bench.plan import Fit, fit_prompts, plan_calibration, plan_rounds
 from blockpilot.bench.rows import Row, RowFacts, build_rows
 from blockpilot.bench.samples import pick_samples
@@ -123,6 +123,8 @@ class BenchRun:
             "left_out_tasks": left_out,
             "prompts_too_long": self.fit.num_left_out,
         }
+        if any(method.pilot in ADAPTIVE for method in self.setup.methods):  # they weigh steps by these
+            self.manifest["sessions"][-1]["step_costs"] = self.engines.llms["dflash"].costs.to_dict()
         _write_lines(self.out / "rows.jsonl", rows)
         _write_lines(self.out / "samples.jsonl", pick_samples(answers, tasks, self.setup.target.tokenizer))
         manifests.write(self.out, self.manifest)

@@ -9,7 +9,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockpilot.bench.config import QUICK_METHODS, QUICK_PROMPTS, QUICK_TASKS, QUICK_TOKENS, SPLITS, BenchConfig
+from blockpilot.bench.config import (
+    KNOWN_METHODS,
+    QUICK_METHODS,
+    QUICK_PROMPTS,
+    QUICK_TASKS,
+    QUICK_TOKENS,
+    SPLITS,
+    BenchConfig,
+)
+from blockpilot.bench.tasks import TASKS, TaskPrompts, default_tasks, read_file, read_task
 from blockpilot.cli.bench_table import print_table
 from blockpilot.cli.console import print_json, print_note, show_counted, show_progress
 from blockpilot.core.config import EngineConfig
@@ -18,7 +27,6 @@ from blockpilot.core.errors import InputError
 if TYPE_CHECKING:
     from blockpilot.bench.methods import Method
     from blockpilot.bench.run import BenchResult
-    from blockpilot.bench.tasks import TaskPrompts
 
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULTS = BenchConfig(tasks=("-",), methods=("ar",))
@@ -38,8 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--tasks", metavar="NAME,...", help="default: every set that is at hand")
-    group.add_argument("--methods", metavar="NAME,...", help="plain decoding (ar) is always measured (default: most)")
+    tasks_help = f"{', '.join(TASKS)} (default: every set that is at hand)"
+    group.add_argument("--tasks", metavar="NAME,...", help=tasks_help)
+    methods_help = f"{KNOWN_METHODS}; ar is always measured (default: one or two of each kind)"
+    group.add_argument("--methods", metavar="NAME,...", help=methods_help)
     data_help = "folder with the whole prompt sets (default: the subsets inside the package)"
     group.add_argument("--data", type=Path, metavar="DIR", help=data_help)
     prompts_help = "your own prompts, .jsonl or .txt; the task is named after the file; may be given more than once"
@@ -138,9 +148,7 @@ def _choose_methods(arguments: argparse.Namespace) -> "tuple[Method, ...]":
     return parse_methods(names, device=arguments.device, target=arguments.target, pilot_folder=arguments.pilot_file)
 
 
-def _read_tasks(arguments: argparse.Namespace) -> "tuple[TaskPrompts, ...]":
-    from blockpilot.bench.tasks import default_tasks, read_file, read_task
-
+def _read_tasks(arguments: argparse.Namespace) -> tuple[TaskPrompts, ...]:
     def skip(error: InputError) -> None:
         print_note(f"left out: {error}")
 
@@ -160,7 +168,7 @@ def _read_tasks(arguments: argparse.Namespace) -> "tuple[TaskPrompts, ...]":
 
 
 def _build_config(
-    arguments: argparse.Namespace, methods: "tuple[Method, ...]", tasks: "tuple[TaskPrompts, ...]"
+    arguments: argparse.Namespace, methods: "tuple[Method, ...]", tasks: tuple[TaskPrompts, ...]
 ) -> BenchConfig:
     def choose(given: int | None, quick: int, usual: int) -> int:
         return given if given is not None else quick if arguments.quick else usual
@@ -186,7 +194,7 @@ def _split(text: str, option: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _print_plan(arguments: argparse.Namespace, config: BenchConfig, tasks: "tuple[TaskPrompts, ...]") -> int:
+def _print_plan(arguments: argparse.Namespace, config: BenchConfig, tasks: tuple[TaskPrompts, ...]) -> int:
     from blockpilot.bench.estimate import estimate, format_duration
 
     guess = estimate(tasks, config, arguments.device)

@@ -32,7 +32,7 @@ def _section(section: Section) -> list[str]:
 
 def _table(table: Table) -> str:
     headings = _join_groups(table)
-    rule = ["---" if place == 0 else "--:" for place in range(len(headings))]
+    rule = ["---" if cell.is_label else "--:" for cell in table.rows[0]]
     lines = [_line(headings), _line(rule)]
     return "\n".join(lines + [_line([_cell(cell) for cell in row]) for row in table.rows])
 

@@ -46,9 +46,12 @@ def ignore(*values: object) -> None:
 
 
 def make_setup(
-    methods: str = "ar,dflash:3", tasks: tuple[TaskPrompts, ...] = (QUIZ, TALK), **settings: Any
+    methods: str = "ar,dflash:3",
+    tasks: tuple[TaskPrompts, ...] = (QUIZ, TALK),
+    pilot_folder: Path | None = None,
+    **settings: Any,
 ) -> BenchSetup:
-    parsed = parse_methods(methods.split(","), device="cpu", target="tiny")
+    parsed = parse_methods(methods.split(","), device="cpu", target="tiny", pilot_folder=pilot_folder)
     values = {"max_new_tokens": 8} | settings
     config = BenchConfig(
         tasks=tuple(task.name for task in tasks), methods=tuple(method.name for method in parsed), **values

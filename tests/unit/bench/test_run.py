@@ -12,7 +12,10 @@ from blockpilot.bench.methods import Method
 from blockpilot.bench.run import run_bench
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.errors import BlockPilotError, InputError
+from blockpilot.pilots.files import save_pilot
+from blockpilot.pilots.prefill import PrefillConfig, PrefillNetwork, PrefillPilot
 from blockpilot.text.prompts import Prompt
+from tests.tiny import VOCAB_SIZE
 from tests.unit.bench.pieces import QUIZ, SOURCE, TALK, ignore, make_setup, run_tiny
 
 
@@ -20,17 +23,19 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_run_writes_answers_rows_samples_and_a_manifest(tmp_path: Path) -> None:
-    result = run_tiny(tmp_path, "ar,ngram,dflash:3,best-fixed", repeats=2, num_prompts=2)
+def test_a_run_writes_answers_rows_samples_and_a_manifest(tmp_path: Path, model_cache: Path) -> None:
+    tmp_path = tmp_path / "run"
+    result = run_tiny(tmp_path, "ar,ngram,dflash:3,best-fixed,step", repeats=2, num_prompts=2)
     answers = AnswersFile(tmp_path / "answers.jsonl").answers
-    assert len(answers) == 4 * 2 * (2 + 2 * 2)  # methods, repeats, quiz prompts and talk turns
-    assert {answer.task for answer in answers[:4]} == {"quiz"}
+    assert len(answers) == 5 * 2 * (2 + 2 * 2)  # methods, repeats, quiz prompts and talk turns
+    assert {answer.task for answer in answers[:5]} == {"quiz"}
     rows = read(tmp_path / "rows.jsonl")
-    assert rows == result.rows and len(rows) == 3 * 4
+    assert rows == result.rows and len(rows) == 3 * 5
     assert all(row["mismatches"] == row["near_ties"] == 0 for row in rows)
     manifest = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["is_complete"] and {row["manifest"] for row in rows} == {manifest["id"]}
     assert {"arguments", "versions", "device", "dtype", "drafters", "sessions"} <= manifest.keys()
+    assert manifest["sessions"][0]["step_costs"]["verify"]
     calibration = AnswersFile(tmp_path / "calibration.jsonl").answers
     assert {answer.prompt_id for answer in calibration} == {"c3"} and len(calibration) == 15
     assert manifest["best_fixed"]["size"] in range(2, 17)
@@ -117,6 +122,15 @@ def test_a_task_that_does_not_fit_into_memory_is_left_out(tmp_path: Path, monkey
     monkeypatch.setattr(Asker, "ask", lambda *arguments: (_ for _ in ()).throw(RuntimeError("shape mismatch")))
     with pytest.raises(RuntimeError, match="shape mismatch"):
         run_tiny(tmp_path / "third")
+
+
+def test_the_papers_pilot_runs_from_its_folder(tmp_path: Path) -> None:
+    network = PrefillNetwork(PrefillConfig(input_size=VOCAB_SIZE, sizes=(3, 5), hidden_size=8))
+    save_pilot(tmp_path / "pilot", PrefillPilot(network), target="tiny", drafter="dflash", training={})
+    result = run_tiny(tmp_path / "run", "ar,blockpilot", pilot_folder=tmp_path / "pilot")
+    assert result.manifest["methods"]["blockpilot"]["pilot"] == "prefill:pilot"
+    sizes = {int(size) for row in result.rows[1:4:2] for size in row["block_size_histogram"]}
+    assert sizes & {3, 5} and sizes <= {1, 3, 5} and result.rows[1]["mismatches"] == 0
 
 
 def test_the_order_of_methods_changes_from_round_to_round_but_not_from_run_to_run() -> None:

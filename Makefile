@@ -8,7 +8,8 @@ PIP_FLAGS ?= -c constraints.txt
 PYTEST_FLAGS ?= -n 2
 PROMPT ?= Write a Python function that checks whether a number is prime, and explain how it works.
 
-export OMP_WAIT_POLICY ?= passive  # tests and benchmarks import PyTorch before BlockPilot can ask its threads to sleep
+# Idle threads spin shortly, then sleep; tests and benchmarks import PyTorch before BlockPilot can say so.
+export GOMP_SPINCOUNT ?= 8000
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.blockpilot-installed
@@ -21,7 +22,7 @@ help:
 	@echo "make demo     answer a prompt with the default model"
 	@echo "make test     run the tests"
 	@echo "make quality  lint, check format, types and layers"
-	@echo "make bench    CPU step costs against transformers, then the default pair against plain decoding"
+	@echo "make bench    CPU step costs against transformers, then a quick table of methods and tasks"
 	@echo "make clean    remove caches and build output ($(VENV) stays)"
 
 setup: $(STAMP)
@@ -52,7 +53,7 @@ quality: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu_step.py
-	$(BIN)/python benchmarks/pair_speed.py
+	$(BIN)/blockpilot bench --quick
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -5,9 +5,9 @@ shared by 32 neighbours: multiplying from q reads a quarter of the bytes of floa
 
     sum_k w[k] x[k]  =  sum over blocks of  d * sum q[k] x[k]  +  m * sum x[k].
 
-The inner kernel is written in LLVM's own vector instructions, because compilers do not find it: 16 rows lie side by side
-in one vector, every code is read and converted once, and the sums of up to 8 tokens stay in registers. LLVM splits the
-vectors where the machine's are shorter.
+The inner kernel is written in LLVM's own vector instructions, because compilers do not find it: 16 rows lie side by
+side in one vector, every code is read and converted once, and the sums of up to 8 tokens stay in registers. LLVM splits
+the vectors where the machine's are shorter.
 """
 
 from collections.abc import Callable

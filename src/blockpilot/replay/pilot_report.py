@@ -80,9 +80,7 @@ def compare(
 def _alike(train: Sequence[Trace], test: Sequence[Trace], sizes: Sequence[int]) -> list[Trace]:
     """The traces to choose fixed sizes on: of the temperatures that are judged, and with all sizes."""
     temperatures = {trace.temperature for trace in test}
-    found = [
-        trace for trace in train if trace.temperature in temperatures and set(sizes) <= set(trace.setting.sizes)
-    ]
+    found = [trace for trace in train if trace.temperature in temperatures and set(sizes) <= set(trace.setting.sizes)]
     if not found:
         raise InputError(
             f"no training trace has the temperatures {sorted(temperatures)} and block sizes {list(sizes)} of the "

@@ -2,10 +2,10 @@
 
     python benchmarks/drafter_tau.py --data DIR --drafter DIR [--drafter DIR ...] --device cuda
 
-`--data` is a folder of prompt sets (`gsm8k_test.jsonl.gz`, ...). The first `--num-prompts` test prompts of each task are
-answered greedily (with `--split calibration` calibration prompts, sha256(id) divisible by 4: choose on these), then every
-drafter is evaluated at every anchor of those answers. In float32 the result equals online decoding; in bfloat16 it is an
-estimate.
+`--data` is a folder of prompt sets (`gsm8k_test.jsonl.gz`, ...). The first `--num-prompts` test prompts of each task
+are answered greedily (with `--split calibration` calibration prompts, sha256(id) divisible by 4: choose on these), then
+every drafter is evaluated at every anchor of those answers. In float32 the result equals online decoding; in bfloat16
+it is an estimate.
 """
 
 import argparse

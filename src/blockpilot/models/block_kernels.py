@@ -105,7 +105,7 @@ def _emit_tile(context: Any, builder: Any, signature: Any, args: Any, *, num_tok
     return context.get_dummy_value()
 
 
-_tile_1, _tile_2, _tile_3, _tile_4, _tile_8 = (_make_tile(count) for count in (1, 2, 3, 4, MAX_TILE))
+_tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6, _tile_7, _tile_8 = (_make_tile(n) for n in range(1, MAX_TILE + 1))
 
 
 def _multiply(codes, scales, offsets, x, out, num_parts):  # type: ignore[no-untyped-def]  # pragma: no cover
@@ -132,19 +132,21 @@ def _multiply(codes, scales, offsets, x, out, num_parts):  # type: ignore[no-unt
                 )  # fmt: skip
                 if left >= 8:
                     _tile_8(*arrays, places)
-                    t += 8
-                elif left >= 4:
+                elif left == 7:
+                    _tile_7(*arrays, places)
+                elif left == 6:
+                    _tile_6(*arrays, places)
+                elif left == 5:
+                    _tile_5(*arrays, places)
+                elif left == 4:
                     _tile_4(*arrays, places)
-                    t += 4
                 elif left == 3:
                     _tile_3(*arrays, places)
-                    t += 3
                 elif left == 2:
                     _tile_2(*arrays, places)
-                    t += 2
                 else:
                     _tile_1(*arrays, places)
-                    t += 1
+                t += 8
 
 
 # With one thread the parallel form must not run: it would wake a whole pool that spins beside the one that works.

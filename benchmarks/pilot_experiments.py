@@ -31,7 +31,7 @@ import torch
 from pilot_study.loads import LoadStudy, fit_step_pilots
 from pilot_study.output import draw_figures, write_markdown
 from pilot_study.request_sizes import best_fixed, optimal_rows, split_rows
-from pilot_study.trace_tables import SizeTable, check_disjoint, read_traces
+from pilot_study.trace_tables import SizeTable, read_traces
 from pilot_study.variants import (
     PrefillInputs,
     Variant,
@@ -45,7 +45,7 @@ from pilot_study.variants import (
 from blockpilot import __version__
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import write_text
-from blockpilot.replay.trace_files import TraceSet
+from blockpilot.replay.trace_files import TraceSet, require_disjoint
 from blockpilot.replay.traces import Trace
 
 ALL_TRACES = 1 << 30
@@ -155,7 +155,7 @@ def run(arguments: argparse.Namespace) -> None:
         train, test = (traces[:: max(1, len(traces) // QUICK_TRACES)][:QUICK_TRACES] for traces in (train, test))
     if not train or not test:
         raise InputError("no traces with anything to decode")
-    check_disjoint(train, test)
+    require_disjoint(train, test)
     logger.info("%d training traces, %d test traces", len(train), len(test))
     shrink = QUICK_SHRINK if arguments.quick else 1
     study = Study(train, test, device=arguments.device, num_steps=arguments.steps, shrink=shrink)

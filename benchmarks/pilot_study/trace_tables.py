@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from blockpilot.core.errors import InputError
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.replay.costs import SimulatedStep
 from blockpilot.replay.simulate import walk_chain
-from blockpilot.replay.trace_files import TraceSet
+from blockpilot.replay.trace_files import TraceSet, require_alike
 from blockpilot.replay.traces import Trace
 from blockpilot.text.loops import find_loop
 from pilot_study.intervals import Values
@@ -33,25 +32,12 @@ Shapes = Counter[tuple[int, int]]  # (block size, verify size) -> number of step
 def read_traces(folders: Sequence[Path], *, like: Mapping[str, Any] | None, num_drafted: int) -> list[Trace]:
     """All traces of folders that were collected alike. Candidates are kept of about `num_drafted`, spread evenly."""
     sets = [TraceSet(folder) for folder in folders]
-    first = like or sets[0].manifest
-    for found in sets:
-        for key in SAME:
-            if found.manifest.get(key) != first.get(key):
-                raise InputError(
-                    f"{found.folder} was collected otherwise: {key} is {found.manifest.get(key)!r} there and "
-                    f"{first.get(key)!r} elsewhere"
-                )
+    require_alike(sets, SAME, like)
     every = max(1, sum(map(len, sets)) // max(num_drafted, 1))
     traces = (trace for found in sets for trace in found if trace.num_anchors)
     return [
         trace if num_drafted and place % every == 0 else replace(trace, drafts={}) for place, trace in enumerate(traces)
     ]
-
-
-def check_disjoint(train: Sequence[Trace], test: Sequence[Trace]) -> None:
-    seen = {(trace.task, trace.prompt_id) for trace in train}
-    if both := [trace for trace in test if (trace.task, trace.prompt_id) in seen]:
-        raise InputError(f"{len(both)} prompts are in training and test traces, such as {both[0].prompt_id!r}")
 
 
 @dataclass(frozen=True)

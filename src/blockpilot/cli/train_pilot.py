@@ -47,10 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
             raise InputError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
     with show_progress("reading traces"):
         from blockpilot.replay.pilot_training import check_enough, hold_out, read_group
+        from blockpilot.replay.trace_files import require_disjoint
 
         group = read_group(arguments.traces)
         if arguments.held_out:
             train, test = group, read_group(arguments.held_out, like=group)
+            require_disjoint(train.traces, test.traces)
         else:
             train, test = hold_out(group)
         check_enough(train, "training")

@@ -2,10 +2,12 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from blockpilot.core.errors import BlockPilotError, InputError
 
@@ -47,3 +49,17 @@ def write_text(target: Path, text: str) -> None:
 def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_manifest(path: Path, schema_version: int, advice: str) -> dict[str, Any] | None:
+    """A JSON object that carries this `schema_version`; None where there is no file. `advice`: what else to do."""
+    if not path.is_file():
+        return None
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not readable JSON: {error}; {advice}") from error
+    version = manifest.get("schema_version") if isinstance(manifest, dict) else None
+    if version != schema_version:
+        raise InputError(f"{path}: schema version {version}, this program reads {schema_version}; {advice}")
+    return manifest

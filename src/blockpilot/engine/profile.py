@@ -16,6 +16,7 @@ from blockpilot.core.config import cache_dir
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
 from blockpilot.engine.step_timing import ProfilePlan, time_steps
+from blockpilot.models.packing import REVISION
 from blockpilot.pilots.cost_model import StepCosts
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_ERROR = 0.3  # leave-one-out; a quick measurement beyond it was disturbed
-IDENTITY = ("target", "shape", "drafter", "device", "dtype", "backend", "num_threads")
+IDENTITY = ("target", "shape", "drafter", "device", "dtype", "backend", "kernels", "num_threads")
 
 
 def ensure_costs(llm: "LLM") -> StepCosts:
@@ -54,6 +55,7 @@ def profile_key(llm: "LLM") -> dict[str, Any]:
         "device": _device_name(llm.engine.runner.device),
         "dtype": llm.config.dtype,
         "backend": llm.linear_backend,
+        "kernels": REVISION,
         "num_threads": torch.get_num_threads(),
         "version": __version__,
     }

@@ -15,7 +15,7 @@ from blockpilot.pilots.prefill import PrefillConfig, PrefillPilot
 from blockpilot.pilots.step import StepPilot
 from blockpilot.replay.costs import total
 from blockpilot.replay.simulate import walk_chain
-from blockpilot.replay.trace_files import TraceSet
+from blockpilot.replay.trace_files import TraceSet, require_alike
 from blockpilot.replay.traces import Trace
 
 MIN_TRACES = 8
@@ -37,14 +37,7 @@ class TraceGroup:
 def read_group(folders: Sequence[Path], *, like: TraceGroup | None = None) -> TraceGroup:
     """All traces of the folders; what they must share is compared with the first one, or with `like`."""
     sets = [TraceSet(folder) for folder in folders]
-    first, where = (like.manifest, "the training traces") if like else (sets[0].manifest, str(folders[0]))
-    for found in sets:
-        for key in SAME:
-            if found.manifest.get(key) != first.get(key):
-                raise InputError(
-                    f"{found.folder} holds other traces than {where}: {key} is {found.manifest.get(key)!r} there and "
-                    f"{first.get(key)!r} here"
-                )
+    require_alike(sets, SAME, like.manifest if like else None)
     return TraceGroup([trace for found in sets for trace in found], sets[0].manifest)
 
 

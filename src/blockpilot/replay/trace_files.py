@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from blockpilot.core import files
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import atomic_path, write_text
 from blockpilot.replay.traces import DraftColumns, PrefillColumns, Trace, TraceSetting
@@ -68,19 +69,28 @@ class TraceSet:
             raise InputError(f"{path} is damaged: delete it and run `blockpilot collect` again") from error
 
 
+def require_alike(sets: Sequence[TraceSet], keys: Sequence[str], like: Mapping[str, Any] | None = None) -> None:
+    """Refuse folders whose manifests differ in one of `keys` from `like`, or from the first folder's."""
+    first = sets[0].manifest if like is None else like
+    for found in sets:
+        for key in keys:
+            if found.manifest.get(key) != first.get(key):
+                raise InputError(
+                    f"{found.folder} was collected otherwise: {key} is {found.manifest.get(key)!r} there and "
+                    f"{first.get(key)!r} elsewhere"
+                )
+
+
+def require_disjoint(train: Sequence[Trace], test: Sequence[Trace]) -> None:
+    """Refuse to judge by prompts that were learned from."""
+    seen = {(trace.task, trace.prompt_id) for trace in train}
+    if both := [trace for trace in test if (trace.task, trace.prompt_id) in seen]:
+        raise InputError(f"{len(both)} prompts are in training and test traces, such as {both[0].prompt_id!r}")
+
+
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a folder of traces; None where there is none."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        return None
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is not readable JSON: {error}; move the folder away and collect anew") from error
-    version = manifest.get("schema_version") if isinstance(manifest, dict) else None
-    if version != SCHEMA_VERSION:
-        raise InputError(f"{path}: schema version {version}, this program reads {SCHEMA_VERSION}; collect anew")
-    return manifest
+    return files.read_manifest(folder / MANIFEST, SCHEMA_VERSION, "move the folder away and collect anew")
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:

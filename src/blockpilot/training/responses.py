@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockpilot.core import files
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import atomic_path, write_text
 
@@ -39,17 +40,7 @@ class ResponseFolder:
         return sorted(self.folder.glob("shard-*.safetensors"))
 
     def read_manifest(self) -> dict[str, Any] | None:
-        path = self.folder / MANIFEST
-        if not path.is_file():
-            return None
-        try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise InputError(f"{path} is not readable JSON: {error}; move the folder away and start anew") from error
-        version = manifest.get("schema_version") if isinstance(manifest, dict) else None
-        if version != SCHEMA_VERSION:
-            raise InputError(f"{path}: schema version {version}, this program reads {SCHEMA_VERSION}")
-        return manifest
+        return files.read_manifest(self.folder / MANIFEST, SCHEMA_VERSION, "move the folder away and start anew")
 
     def write_manifest(self, content: dict[str, Any]) -> None:
         text = json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2) + "\n"

@@ -8,13 +8,14 @@ import numpy as np
 import pilot_experiments
 import pytest
 from pilot_study.request_sizes import best_fixed, judge_halves, optimal_rows, split_rows
-from pilot_study.trace_tables import SizeTable, check_disjoint, part_taus
+from pilot_study.trace_tables import SizeTable, part_taus
 from pilot_study.variants import PrefillInputs, judge_choice, list_variants, predict, train_variant
 
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.replay.costs import SimulatedStep, total
 from blockpilot.replay.simulate import walk_chain
+from blockpilot.replay.trace_files import require_disjoint
 from blockpilot.replay.traces import Trace
 from tests.unit.benchmarks.pieces import SIZES, make_trace, write_traces
 
@@ -91,7 +92,7 @@ def test_without_the_window_all_sizes_are_candidates_and_the_radius_is_left_out(
 def test_the_whole_script_runs_on_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train, test = make_traces(20), make_traces(10, start=50)
     with pytest.raises(InputError, match=r"1 prompts are in training and test traces, such as 'p3'"):
-        check_disjoint(train, [*test, train[3]])
+        require_disjoint(train, [*test, train[3]])
     folders = [str(write_traces(tmp_path / name, found)) for name, found in (("train", train), ("test", test))]
     arguments = ["x", "--train", folders[0], "--test", folders[1], "--quick", "--out", str(tmp_path / "out")]
     monkeypatch.setattr("sys.argv", arguments)

@@ -1,6 +1,7 @@
 """From traces to pilots, and the judgement of what they gain."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,14 @@ from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.files import read_card
 from blockpilot.pilots.registry import load_pilot
 from blockpilot.pilots.step import StepPilot
+from blockpilot.replay.collect import collect
 from blockpilot.replay.pilot_report import compare, judge_calibration
-from blockpilot.replay.pilot_training import drafts_of, hold_out, read_group, tau_table, train_step
-from tests.unit.replay.pieces import SIZES, make_pair, make_requests, run_collect
+from blockpilot.replay.pilot_training import drafts_of, hold_out, read_group, train_step
+from blockpilot.replay.simulate import walk_chain
+from tests.unit.replay.pieces import SIZES, ignore, make_config, make_pair, make_requests, run_collect
 
 FOLDERS = ("a", "b")
+HELD_OUT = "c"
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +30,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     llm = make_pair()
     for seed, name in enumerate(FOLDERS):
         run_collect(llm, root / name, temperature=1.0, seed=seed)
+    others = [replace(request, prompt_id=f"other-{request.prompt_id}") for request in make_requests(llm, seed=70)]
+    collect(llm, others, make_config(temperature=1.0, seed=70), out=root / HELD_OUT, report=ignore)
     return [root / name for name in FOLDERS]
 
 
@@ -43,9 +49,11 @@ def test_the_fixed_size_is_chosen_on_the_training_traces(folders: list[Path]) ->
     costs = StepCosts.linear(0.2, 1.0, 0.1)
     tree, chain = train_step(group)
     rows = {row.method: row for row in compare(train, test, [chain, tree], costs, load="x")}
-    speeds = {size: sum(1 / t for t in tau_table(train, [size])[:, 0]) for size in SIZES}
-    name = next(method for method in rows if method.startswith("best fixed"))
-    assert name.removeprefix("best fixed (fixed:").removesuffix(")").isdecimal() and speeds
+    times = {}
+    for size in SIZES:  # by hand, from the lengths that the traces hold
+        steps = [step for trace in train for step in walk_chain(trace, size)]
+        times[size] = sum((0.2 if step.block_size > 1 else 0) + 1 + 0.1 * (step.verify_size - 1) for step in steps)
+    name = f"best fixed (fixed:{min(times, key=times.__getitem__)})"
     assert rows[name].over_best_fixed == 1 and rows[name].interval == (1, 1)
     assert rows["ar"].tau == rows["ar"].over_plain == 1
     assert rows["oracle per step"].over_plain >= rows["oracle per request"].over_plain >= rows[name].over_plain
@@ -68,7 +76,7 @@ def test_held_out_traces_are_others(folders: list[Path]) -> None:
 
 def test_traces_of_another_making_are_refused(folders: list[Path], tmp_path: Path) -> None:
     run_collect(make_pair(), tmp_path / "other", count=1, num_candidates=3)
-    with pytest.raises(InputError, match="num_candidates is 3 there and 5 here"):
+    with pytest.raises(InputError, match="num_candidates is 3 there and 5 elsewhere"):
         read_group([folders[0], tmp_path / "other"])
 
 
@@ -76,7 +84,8 @@ def test_traces_of_another_making_are_refused(folders: list[Path], tmp_path: Pat
 def test_the_command_writes_a_pilot_that_loads(
     kind: str, folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--traces", *map(str, folders), "--held-out", str(folders[0]), "--out", str(tmp_path / "p"), "--json"]
+    words = ["--traces", *map(str, folders), "--out", str(tmp_path / "p"), "--json"]
+    words += ["--held-out", str(folders[0].parent / HELD_OUT)]
     extra = ["--sizes", "3,8", "--hidden-size", "8", "--epochs", "2"] if kind == "prefill" else []
     assert main(["train-pilot", "--kind", kind, *words, *extra]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -98,6 +107,9 @@ def test_too_few_and_missing_traces_are_named(
     assert "too few, at least 8" in capsys.readouterr().err
     assert main(["train-pilot", "--traces", str(tmp_path / "none"), *out]) == 2
     assert "holds no traces" in capsys.readouterr().err
-    both = [*map(str, folders)]
-    assert main(["train-pilot", "--traces", *both, "--held-out", *both, "--kind", "prefill", *out]) == 2
+    both, held_out = [*map(str, folders)], str(folders[0].parent / HELD_OUT)
+    assert main(["train-pilot", "--traces", *both, "--held-out", both[1], *out]) == 2
+    assert "5 prompts are in training and test traces, such as 'p0'" in capsys.readouterr().err
+    assert not (tmp_path / "p").exists()
+    assert main(["train-pilot", "--traces", *both, "--held-out", held_out, "--kind", "prefill", *out]) == 2
     assert "block size 6 is not in the traces" in capsys.readouterr().err

@@ -28,6 +28,11 @@ DRAFTERS = {  # the first of a target is its default
         num_bytes=13_653_928,
         sha256="e0cd7b213e9f7796c574c99ff1356092d96a2f2f86ddbc4dd0efa49d686bfdc4",
     ),
+    "smollm2-135m-dflash": Shipped(
+        target="smollm2-135m",
+        num_bytes=7_087_816,
+        sha256="3f3ebf51a5ac151df77a265cd41564407af9eab4803339bb81023e02c0d0584c",
+    ),
 }
 
 

@@ -45,6 +45,7 @@ def test_list_as_json(capsys):
     assert [(row["name"], row["kind"], row["cached"]) for row in shipped] == [
         ("smollm2-135m-dflash2", "drafter", True),
         ("smollm2-135m-eagle3", "drafter", True),
+        ("smollm2-135m-dflash", "drafter", True),
     ]
     assert all(set(row) == set(ROW) for row in shipped)
 

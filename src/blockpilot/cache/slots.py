@@ -26,8 +26,10 @@ class SlotCache:
         capacity: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        num_spare: int = 0,
     ) -> None:
-        shape = (num_layers, 2, num_slots, num_kv_heads, capacity, head_dim)
+        """`num_spare` slots more are never reserved: passes of a fixed shape let rows that nobody wants write there."""
+        shape = (num_layers, 2, num_slots + num_spare, num_kv_heads, capacity, head_dim)
         self.rows = torch.empty(shape, dtype=dtype, device=device)  # untouched pages cost no memory on a CPU
         self.capacity = capacity
         self.lengths = [0] * num_slots
@@ -72,12 +74,15 @@ class SlotCache:
         keys_values[1, :, start:filled].copy_(v.transpose(0, 1))
         return keys_values[0:1, :, :filled], keys_values[1:2, :, :filled]
 
-    def keep(self, slot: int, path: Sequence[int]) -> None:
-        """Commit the open rows named by `path` (ascending indices into them), in that order; forget the others."""
+    def keep(self, slot: int, path: Sequence[int], *, is_moved: bool = False) -> None:
+        """Commit the open rows named by `path` (ascending indices into them), in that order; forget the others.
+
+        `is_moved`: the rows have been gathered already, or will be before anyone reads them.
+        """
         start, num_open = self.lengths[slot], self.appended[slot]
         if any(not before < row < num_open for before, row in pairwise((-1, *path))):
             raise BlockPilotError(f"KV slot {slot} has {num_open} open rows; {list(path)} is no ascending path in them")
-        if list(path) != list(range(len(path))):
+        if not is_moved and not is_contiguous(path):
             source = torch.tensor(path, device=self.rows.device) + start
             slot_rows = self.rows[:, :, slot]  # [L, 2, H, capacity, D]
             slot_rows[..., start : start + len(path), :] = slot_rows.index_select(3, source)
@@ -89,3 +94,8 @@ class SlotCache:
         if not 0 <= length <= self.lengths[slot]:
             raise BlockPilotError(f"KV slot {slot} has {self.lengths[slot]} rows and cannot go back to {length}")
         self.lengths[slot], self.appended[slot] = length, 0
+
+
+def is_contiguous(path: Sequence[int]) -> bool:
+    """Whether the rows of an ascending path from 0 lie where they belong."""
+    return not path or path[-1] == len(path) - 1

@@ -16,7 +16,7 @@ from blockpilot.cache.attention import RaggedAttention, Segment
 from blockpilot.cache.slots import SlotCache
 from blockpilot.core.candidates import Candidates
 from blockpilot.core.config import MAX_BLOCK_SIZE
-from blockpilot.decoding.drafter import DraftRequest, Observation
+from blockpilot.decoding.drafter import DraftRequest, Observation, join_taps
 from blockpilot.decoding.sampling import gumbel_noise
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.packing import pack_linear, pack_linears, quantize_linears
@@ -30,6 +30,19 @@ class Ranking:
     log_probs: Tensor  # [N, D, K]
     first: Tensor | None = None  # [N, K]
     pairwise: Tensor | None = None  # [N, D-1, K, K]
+
+    def parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        return self.token_ids, self.log_probs, self.first, self.pairwise
+
+    def like(self, make: Callable[[Tensor], Tensor]) -> "Ranking":
+        first, pairwise = (None if part is None else make(part) for part in (self.first, self.pairwise))
+        return Ranking(make(self.token_ids), make(self.log_probs), first, pairwise)
+
+    def block(self, index: int, depth: int) -> "Ranking":
+        """One block of a batch, as deep as its request asked for. Copied: buffers are written again."""
+        one = self.like(lambda part: part[index : index + 1].clone())
+        pairwise = None if one.pairwise is None else one.pairwise[:, : depth - 1]
+        return Ranking(one.token_ids[:, :depth], one.log_probs[:, :depth], one.first, pairwise)
 
     def candidates(self, block: int, num_candidates: int) -> Candidates:
         """What a pilot sees of one block. A chain wants the best child, which the selector may find at any rank."""
@@ -56,6 +69,7 @@ class DFlashDrafter:
         dtype: torch.dtype,
         linear_backend: str = "plain",
         name: str = "dflash",
+        num_spare: int = 0,
     ) -> None:
         self.name = name
         self.block_size = model.config.block_size
@@ -79,11 +93,12 @@ class DFlashDrafter:
             capacity=context_length + MAX_BLOCK_SIZE,
             dtype=dtype,
             device=device,
+            num_spare=num_spare,
         )
 
     @torch.inference_mode()
     def observe(self, observations: Sequence[Observation]) -> None:
-        taps = torch.cat([observation.taps for observation in observations if observation.taps is not None])
+        taps = join_taps(observations)
         positions = [
             self.cache.lengths[observation.slot] + i
             for observation in observations
@@ -166,18 +181,22 @@ class DFlashDrafter:
         `noise` [N, D, V] is the target's own for those positions; None is greedy. A selector looks at a number of
         candidates of its own, whatever is asked for.
         """
-        scores = logits.float()
-        if noise is not None:
-            scores = scores / temperature + noise
+        scores = logits if noise is None else logits.float() / temperature + noise
         selector = self.model.candidate_selector
         width = self.model.config.selector_top_k if selector is not None else num_candidates
-        best = scores.topk(min(width, scores.shape[-1]), dim=-1)  # [N, D, K]
-        log_probs = best.values - scores.logsumexp(dim=-1, keepdim=True)
-        token_ids = best.indices if self.token_ids is None else self.token_ids[best.indices]
+        values, indices, log_mass = self.best_tokens(scores, min(width, scores.shape[-1]))  # [N, D, K]
+        log_probs = values - log_mass
+        token_ids = indices if self.token_ids is None else self.token_ids[indices]
         if selector is None:
             return Ranking(token_ids, log_probs)
         scale = 1.0 if noise is None else 1 / temperature
-        return Ranking(token_ids, log_probs, *self._pairwise(anchor_ids, best.values, token_ids, hidden, scale))
+        return Ranking(token_ids, log_probs, *self._pairwise(anchor_ids, values, token_ids, hidden, scale))
+
+    def best_tokens(self, scores: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Values and indices [N, D, K] of the best scores, and log-sum-exp [N, D, 1]; float32."""
+        wide = scores.float()
+        best = wide.topk(num_best, dim=-1)
+        return best.values, best.indices, wide.logsumexp(dim=-1, keepdim=True)
 
     def noise(self, seed: int, positions: Sequence[int]) -> Tensor:
         """The target's own noise [N, V] for the tokens this drafter looks at."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from blockpilot.core.candidates import Candidates
@@ -21,6 +22,15 @@ class Observation:
     slot: int
     token_ids: Sequence[int]
     taps: Tensor | None  # [n, num_taps * H]; None for drafters that read no taps
+    rows: Sequence[int] | None = None  # where `taps` holds a whole pass: the rows that are these tokens'
+
+    def own_taps(self) -> Tensor | None:
+        return self.taps if self.taps is None or self.rows is None else self.taps[list(self.rows)]
+
+
+def join_taps(observations: Sequence[Observation]) -> Tensor:
+    """The taps of all observed tokens, packed."""
+    return torch.cat([taps for observation in observations if (taps := observation.own_taps()) is not None])
 
 
 @dataclass(frozen=True, kw_only=True)

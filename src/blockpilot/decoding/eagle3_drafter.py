@@ -20,7 +20,7 @@ from torch import Tensor
 from blockpilot.cache.attention import RaggedAttention, Segment
 from blockpilot.cache.slots import SlotCache
 from blockpilot.core.candidates import Candidates
-from blockpilot.decoding.drafter import DraftRequest, Observation
+from blockpilot.decoding.drafter import DraftRequest, Observation, join_taps
 from blockpilot.decoding.eagle3_growth import GrowingTree
 from blockpilot.decoding.sampling import gumbel_noise
 from blockpilot.models.eagle3 import Eagle3
@@ -72,7 +72,7 @@ class Eagle3Drafter:
 
     @torch.inference_mode()
     def observe(self, observations: Sequence[Observation]) -> None:
-        taps = torch.cat([observation.taps for observation in observations if observation.taps is not None])
+        taps = join_taps(observations)
         fused = self.model.fuse(taps)
         hidden: list[Tensor] = []
         ids: list[int] = []

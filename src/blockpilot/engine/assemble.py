@@ -13,10 +13,14 @@ from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import Drafter
 from blockpilot.decoding.eagle3_drafter import Eagle3Drafter
 from blockpilot.decoding.ngram import NgramDrafter
+from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
+from blockpilot.engine.planned_runner import PlannedRunner
+from blockpilot.engine.runner import TargetRunner
 from blockpilot.models import dflash_format, eagle3_format
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.eagle3 import Eagle3
+from blockpilot.models.gpu import can_fuse
 from blockpilot.models.hub import resolve_folder
 from blockpilot.models.packing import pack_linear
 from blockpilot.models.weights import read_config
@@ -60,7 +64,18 @@ def build_drafter(
     if model.config.block_size < 2:
         raise InputError(f"drafter {name}: block_size {model.config.block_size} drafts nothing")
     head = _draft_head(model, decoder, backend)
-    return DFlashDrafter(_prepare(model, device, dtype), head=head, name=name, **options)
+    is_planned = can_fuse(device, model.config.layers.head_dim)
+    kind = PlannedDFlashDrafter if is_planned else DFlashDrafter
+    return kind(_prepare(model, device, dtype), head=head, name=name, **options)
+
+
+def build_runner(
+    decoder: Decoder, *, num_slots: int, context_length: int, device: torch.device, dtype: torch.dtype
+) -> TargetRunner:
+    """Planned where the GPU can run it so."""
+    is_planned = can_fuse(device, decoder.config.head_dim) and decoder.config.moe is None
+    kind = PlannedRunner if is_planned else TargetRunner
+    return kind(decoder, num_slots=num_slots, context_length=context_length, device=device, dtype=dtype)
 
 
 def load_draft_model(spec: str, decoder: Decoder, dtype: torch.dtype) -> DFlash | Eagle3:

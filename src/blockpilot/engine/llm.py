@@ -19,10 +19,9 @@ from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import Drafter
-from blockpilot.engine.assemble import build_drafter
+from blockpilot.engine.assemble import build_drafter, build_runner
 from blockpilot.engine.engine import Engine, Update
 from blockpilot.engine.profile import ensure_costs, profile_key, read_profile
-from blockpilot.engine.runner import TargetRunner
 from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.models.packing import choose_backend, pack_linears
 from blockpilot.models.shipped import shipped_drafter
@@ -64,7 +63,7 @@ class LLM:
             backend=backend,
         )
         pack_linears(decoder, backend)
-        runner = TargetRunner(
+        runner = build_runner(
             decoder, num_slots=self.config.num_slots, context_length=context_length, device=device, dtype=dtype
         )
         self.engine = Engine(

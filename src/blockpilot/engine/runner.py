@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,11 +19,24 @@ class PassResult:
     logits: Tensor  # [rows, V]: every token after a verify, one row per request after a prefill
     taps: Tensor | None  # [N, num_taps * H], all packed tokens
     hidden: Tensor  # [rows, H], the states that the logits come from
+    row_starts: Collection[int]  # first row of each request
+    best: Collection[int] | None = None  # the most likely token of every row, where the pass has found it
+
+    def best_ids(self) -> Collection[int]:
+        """The most likely token of every row. Waits for the device."""
+        return self.logits.argmax(dim=-1).tolist() if self.best is None else self.best
 
 
 class TargetRunner:
     def __init__(
-        self, decoder: Decoder, *, num_slots: int, context_length: int, device: torch.device, dtype: torch.dtype
+        self,
+        decoder: Decoder,
+        *,
+        num_slots: int,
+        context_length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_spare: int = 0,
     ) -> None:
         config = decoder.config
         self.decoder = decoder
@@ -35,6 +49,7 @@ class TargetRunner:
             capacity=context_length + MAX_TREE_NODES,
             dtype=dtype,
             device=device,
+            num_spare=num_spare,
         )
 
     @torch.inference_mode()
@@ -48,7 +63,7 @@ class TargetRunner:
         for slot, ids in chunks:
             self.cache.keep(slot, range(len(ids)))
         last = hidden[last_rows]
-        return PassResult(self.decoder.logits(last), taps, last)
+        return PassResult(self.decoder.logits(last), taps, last, range(len(chunks)))
 
     @torch.inference_mode()
     def verify(self, trees: Collection[tuple[int, DraftTree]], tap_layers: Collection[int]) -> PassResult:
@@ -57,7 +72,13 @@ class TargetRunner:
         positions = [self.cache.lengths[slot] + depth for slot, tree in trees for depth in tree.depths]
         segments = [Segment(slot, len(tree), None if tree.is_chain else tree.ancestor_matrix()) for slot, tree in trees]
         hidden, taps = self._forward(token_ids, positions, RaggedAttention(self.cache, segments), tap_layers)
-        return PassResult(self.decoder.logits(hidden), taps, hidden)
+        starts = list(accumulate((len(tree) for _, tree in trees), initial=0))[:-1]
+        return PassResult(self.decoder.logits(hidden), taps, hidden, starts)
+
+    def keep(self, paths: Collection[tuple[int, Collection[int]]]) -> None:
+        """Commit the accepted rows (slot, path) of the last pass; the others are forgotten."""
+        for slot, path in paths:
+            self.cache.keep(slot, path)
 
     def _forward(
         self, token_ids: list[int], positions: list[int], attend: RaggedAttention, tap_layers: Collection[int]

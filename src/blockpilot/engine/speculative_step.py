@@ -13,8 +13,6 @@ Requests in one step may differ in prompt length, draft size, tree shape, pilot 
 import time
 from collections.abc import Sequence as Collection
 
-from torch import Tensor
-
 from blockpilot.core.candidates import Candidates
 from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.records import StepRecord
@@ -22,7 +20,7 @@ from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import Drafter, DraftRequest, Observation
 from blockpilot.decoding.sampling import choose_tokens
 from blockpilot.decoding.verification import Acceptance, accept
-from blockpilot.engine.runner import TargetRunner
+from blockpilot.engine.runner import PassResult, TargetRunner
 from blockpilot.engine.sequence import Sequence
 from blockpilot.pilots.base import PilotInputs
 
@@ -41,12 +39,14 @@ def speculative_step(sequences: Collection[Sequence], runner: TargetRunner, draf
         [(sequence.slot, tree) for sequence, tree in zip(sequences, trees, strict=True)],
         drafter.tap_layers if drafter and any(sequence.pilot.num_candidates for sequence in sequences) else (),
     )
-    acceptances = _accept(sequences, trees, result.logits)
+    acceptances = _accept(sequences, trees, result)
     verified = time.perf_counter()
+    kept = [acceptance.path for acceptance in acceptances]
+    runner.keep([(sequence.slot, path) for sequence, path in zip(sequences, kept, strict=True)])
     counts = [
-        _commit(sequence, acceptance, runner) for sequence, acceptance in zip(sequences, acceptances, strict=True)
+        sequence.commit(acceptance.emitted_ids) for sequence, acceptance in zip(sequences, acceptances, strict=True)
     ]
-    _observe(sequences, trees, acceptances, result.taps, drafter)
+    _observe(sequences, trees, kept, result, drafter)
     seconds = time.perf_counter() - started
     for sequence, size, tree, count in zip(sequences, sizes, trees, counts, strict=True):
         sequence.decode_seconds += seconds
@@ -104,45 +104,36 @@ def _select(sequence: Sequence, inputs: PilotInputs, candidates: Candidates | No
     return tree.up_to(inputs.num_remaining - 1)  # deeper nodes could not be emitted
 
 
-def _accept(sequences: Collection[Sequence], trees: Collection[DraftTree], logits: Tensor) -> list[Acceptance]:
+def _accept(sequences: Collection[Sequence], trees: Collection[DraftTree], result: PassResult) -> list[Acceptance]:
     """The target's token after every node, then the walk. The only place that waits for the device."""
-    if all(sequence.params.is_greedy for sequence in sequences):
-        target_ids = logits.argmax(dim=-1).tolist()
-    else:
-        target_ids, start = [], 0
-        for sequence, tree in zip(sequences, trees, strict=True):
+    is_greedy = all(sequence.params.is_greedy for sequence in sequences)
+    best = result.best_ids() if is_greedy else []
+    acceptances = []
+    for sequence, tree, start in zip(sequences, trees, result.row_starts, strict=True):
+        rows = slice(start, start + len(tree))
+        if is_greedy:
+            target_ids = best[rows]
+        else:
             positions = [sequence.anchor_position + depth + 1 for depth in tree.depths]
-            rows = logits[start : start + len(tree)]
-            target_ids += choose_tokens(rows, sequence.params, positions).tolist()
-            start += len(tree)
-    acceptances, start = [], 0
-    for tree in trees:
-        acceptances.append(accept(tree, target_ids[start : start + len(tree)]))
-        start += len(tree)
+            target_ids = choose_tokens(result.logits[rows], sequence.params, positions).tolist()
+        acceptances.append(accept(tree, target_ids))
     return acceptances
-
-
-def _commit(sequence: Sequence, acceptance: Acceptance, runner: TargetRunner) -> int:
-    runner.cache.keep(sequence.slot, acceptance.path)
-    return sequence.commit(acceptance.emitted_ids)
 
 
 def _observe(
     sequences: Collection[Sequence],
     trees: Collection[DraftTree],
-    acceptances: Collection[Acceptance],
-    taps: Tensor | None,
+    kept: Collection[Collection[int]],
+    result: PassResult,
     drafter: Drafter | None,
 ) -> None:
     """Tell the drafter of the tokens whose keys and values were kept: the old anchor and the accepted nodes."""
     if drafter is None:
         return
-    observations, start = [], 0
-    for sequence, tree, acceptance in zip(sequences, trees, acceptances, strict=True):
+    observations = []
+    for sequence, tree, path, start in zip(sequences, trees, kept, result.row_starts, strict=True):
         if sequence.finish_reason is None and sequence.pilot.num_candidates:
-            rows = [start + node for node in acceptance.path]
-            token_ids = [tree.token_ids[node] for node in acceptance.path]
-            observations.append(Observation(sequence.slot, token_ids, None if taps is None else taps[rows]))
-        start += len(tree)
+            token_ids = [tree.token_ids[node] for node in path]
+            observations.append(Observation(sequence.slot, token_ids, result.taps, [start + node for node in path]))
     if observations:
         drafter.observe(observations)

@@ -86,7 +86,7 @@ class _Bench:
         for slot in self.slots:
             for start in range(0, self.context, token_budget):
                 token_ids = self._tokens(min(token_budget, self.context - start))
-                self._observe([(slot, token_ids)], self.runner.prefill([(slot, token_ids)], self.tap_layers).taps)
+                self._observe([(slot, token_ids)], self.runner.prefill([(slot, token_ids)], self.tap_layers).taps, [0])
 
     def passes(self, plan: ProfilePlan, *, with_drafts: bool) -> Passes:
         found: Passes = {}
@@ -117,7 +117,7 @@ class _Bench:
 
     def verify(self, tokens: int) -> None:
         trees = [(slot, DraftTree.chain(1, self._tokens(tokens - 1))) for slot in self.slots]
-        self.runner.verify(trees, self.tap_layers).logits.argmax(dim=-1).tolist()
+        self.runner.verify(trees, self.tap_layers).best_ids()
         for slot in self.slots:
             self.runner.cache.keep(slot, [])
 
@@ -125,24 +125,25 @@ class _Bench:
         """Milliseconds of keeping a path and showing it to the drafter; the context grows."""
         chains = [(slot, self._tokens(NUM_OBSERVED)) for slot in self.slots]
         trees = [(slot, DraftTree.chain(token_ids[0], token_ids[1:])) for slot, token_ids in chains]
-        taps = self.runner.verify(trees, self.tap_layers).taps
+        result = self.runner.verify(trees, self.tap_layers)
 
         def rest() -> None:
-            for slot, token_ids in chains:
-                self.runner.cache.keep(slot, range(len(token_ids)))
-            self._observe(chains, taps)
+            self.runner.keep([(slot, range(len(token_ids))) for slot, token_ids in chains])
+            self._observe(chains, result.taps, result.row_starts)
 
         return _time(rest)
 
-    def _observe(self, chunks: Sequence[tuple[int, list[int]]], taps: torch.Tensor | None) -> None:
+    def _observe(
+        self, chunks: Sequence[tuple[int, list[int]]], taps: torch.Tensor | None, row_starts: Sequence[int]
+    ) -> None:
         if self.drafter is None:
             return
-        observations, start = [], 0
-        for slot, token_ids in chunks:
-            rows = None if taps is None else taps[start : start + len(token_ids)]
-            observations.append(Observation(slot, token_ids, rows))
-            start += len(token_ids)
-        self.drafter.observe(observations)
+        self.drafter.observe(
+            [
+                Observation(slot, token_ids, taps, range(start, start + len(token_ids)))
+                for (slot, token_ids), start in zip(chunks, row_starts, strict=True)
+            ]
+        )
 
     def _tokens(self, count: int) -> list[int]:
         return [self.random.randrange(self.vocab_size) for _ in range(count)]

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from blockpilot.core.errors import InputError
 from blockpilot.models.decoder import Decoder
+from blockpilot.models.gpu import has_triton
 from blockpilot.models.layers import Attend
 from blockpilot.training.dense_attention import PrefillAttention, StaticCacheAttention
-from blockpilot.training.gpu import has_triton
 
 WINDOW_STEP = 64
 PREFILL_STEP = 16  # prompts are padded to a multiple of this

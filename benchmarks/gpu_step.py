@@ -1,0 +1,263 @@
+"""Step times on a GPU against the memory floor: what the hardware must take to read the weights and the cache.
+
+    python benchmarks/gpu_step.py --shapes qwen3-4b --out rows.jsonl
+    python benchmarks/gpu_step.py --shapes qwen3-4b --peers eager,compiled
+
+One JSON row for each pass: shape x batch x tokens x context. `ms` is what a caller waits for (writing the plan, the
+graph, reading the result), `graph_ms` the device's part; `floor_ms` is bytes over the copy rate measured in the same
+run. Weights are random: speed does not depend on them. What does not fit in memory is skipped and said.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.core.tree import DraftTree
+from blockpilot.decoding.drafter import DraftRequest
+from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
+from blockpilot.engine.planned_runner import MAX_ROWS, PlannedRunner
+from blockpilot.models.config import DecoderConfig, RopeConfig
+from blockpilot.models.decoder import Decoder
+from blockpilot.models.dflash import DFlash, DFlashConfig
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {"hidden": 576, "ffn": 1536, "layers": 30, "heads": 9, "kv": 3, "dim": 64, "vocab": 49152},
+    "qwen3-4b": {"hidden": 2560, "ffn": 9728, "layers": 36, "heads": 32, "kv": 8, "dim": 128, "vocab": 151936},
+    "qwen3-8b": {"hidden": 4096, "ffn": 12288, "layers": 36, "heads": 32, "kv": 8, "dim": 128, "vocab": 151936},
+    "llama-3.1-8b": {"hidden": 4096, "ffn": 14336, "layers": 32, "heads": 32, "kv": 8, "dim": 128, "vocab": 128256},
+}
+LLAMAS = ("smollm2-135m", "llama-3.1-8b")
+TIED = ("smollm2-135m", "qwen3-4b")
+DRAFT_LAYERS = 5
+DEVICE = torch.device("cuda")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--batches", default="1,4,16,64")
+    parser.add_argument("--tokens", default="1,4,8,16,32,64,128")
+    parser.add_argument("--contexts", default="512,4096,16384")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--peers", default="", help="of eager,compiled: transformers on the same shape")
+    parser.add_argument("--out", type=Path, help="append rows to this file")
+    arguments = parser.parse_args()
+    dtype = getattr(torch, arguments.dtype)
+    rate = copy_rate()
+    print(f"copy rate {rate / 1e12:.2f} TB/s on {torch.cuda.get_device_name()}", file=sys.stderr)
+    facts = {"device": torch.cuda.get_device_name(), "dtype": arguments.dtype, "copy_tb_per_s": round(rate / 1e12, 3)}
+    for shape in arguments.shapes.split(","):
+        for row in measure(shape, arguments, dtype, rate):
+            text = json.dumps({"shape": shape, **row, **facts})
+            print(text, flush=True)
+            if arguments.out:
+                with arguments.out.open("a", encoding="utf-8") as file:
+                    file.write(text + "\n")
+
+
+def copy_rate() -> float:
+    """Bytes per second of an elementwise copy, read and written."""
+    source = torch.ones(2**28, device=DEVICE)
+    target = torch.empty_like(source)
+    seconds = device_ms(lambda: torch.mul(source, 1.5, out=target), 15) / 1e3
+    return 2 * source.nbytes / seconds
+
+
+def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rate: float) -> Iterator[dict[str, Any]]:
+    config = make_config(shape)
+    decoder = make_decoder(config, dtype)
+    drafter_model = make_drafter(config, dtype)
+    tokens = [int(text) for text in arguments.tokens.split(",")]
+    for batch in map(int, arguments.batches.split(",")):
+        for context in map(int, arguments.contexts.split(",")):
+            place = {"batch": batch, "context": context}
+            try:
+                runner, drafter = make_engine(decoder, drafter_model, batch, context, dtype)
+            except (torch.OutOfMemoryError, Exception) as error:
+                if not isinstance(error, torch.OutOfMemoryError) and "GiB" not in str(error):
+                    raise
+                print(f"skipped {shape} {place}: {error}", file=sys.stderr)
+                continue
+            slots = [runner.cache.reserve() for _ in range(batch)]
+            for slot in slots:
+                runner.cache.lengths[slot] = drafter.cache.lengths[slot] = context
+            weights = weight_bytes(decoder, with_embedding=config.is_tied)
+            kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+            for count in tokens:
+                if batch * count > MAX_ROWS:
+                    continue
+                trees = [(slot, DraftTree.chain(1, list(range(count - 1)))) for slot in slots]
+                floor = (weights + batch * (context + count) * kv) / rate * 1e3
+                row = time_both(partial(runner.verify, trees, ()), arguments.repeats)
+                yield {"work": "verify", **place, "tokens": count, **row, **against(floor, row)}
+            draft_weights = weight_bytes(drafter_model) + decoder.lm_head.weight.nbytes
+            draft_kv = kv * DRAFT_LAYERS // config.num_layers
+            for size in (4, 8, 16, 32):
+                if batch * size > MAX_ROWS:
+                    continue
+                requests = [
+                    DraftRequest(
+                        slot=slot,
+                        anchor_id=1,
+                        position=context,
+                        block_size=size,
+                        num_candidates=1,
+                        params=SamplingParams(),
+                    )
+                    for slot in slots
+                ]
+                floor = (draft_weights + batch * (context + size) * draft_kv) / rate * 1e3
+                row = time_both(partial(drafter.propose, requests), arguments.repeats)
+                yield {"work": "draft", **place, "tokens": size, **row, **against(floor, row)}
+            torch.cuda.empty_cache()
+    del drafter_model
+    for peer in filter(None, arguments.peers.split(",")):
+        yield from time_peer(peer, config, decoder, tokens, rate, arguments.repeats)
+
+
+def against(floor: float, row: dict[str, float]) -> dict[str, float]:
+    return {"floor_ms": round(floor, 4), "ratio": round(row["ms"] / floor, 3)}
+
+
+def time_both(run: Callable[[], object], repeats: int) -> dict[str, float]:
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    walls, devices = [], []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        started = time.perf_counter()
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        walls.append(1e3 * (time.perf_counter() - started))
+        devices.append(begin.elapsed_time(end))
+    return {"ms": round(statistics.median(walls), 4), "graph_ms": round(statistics.median(devices), 4)}
+
+
+def device_ms(run: Callable[[], object], repeats: int) -> float:
+    return time_both(run, repeats)["graph_ms"]
+
+
+def make_config(name: str, num_layers: int | None = None) -> DecoderConfig:
+    shape = SHAPES[name]
+    return DecoderConfig(
+        architecture="llama" if name in LLAMAS else "qwen3",
+        vocab_size=shape["vocab"],
+        hidden_size=shape["hidden"],
+        intermediate_size=shape["ffn"],
+        num_layers=num_layers or shape["layers"],
+        num_heads=shape["heads"],
+        num_kv_heads=shape["kv"],
+        head_dim=shape["dim"],
+        norm_eps=1e-6,
+        context_length=32768,
+        rope=RopeConfig(theta=1e6),
+        is_tied=name in TIED,
+    )
+
+
+def make_decoder(config: DecoderConfig, dtype: torch.dtype) -> Decoder:
+    with torch.device(DEVICE):
+        torch.set_default_dtype(dtype)
+        decoder = Decoder(config)
+        torch.set_default_dtype(torch.float32)
+    return decoder.eval().requires_grad_(False)
+
+
+def make_drafter(config: DecoderConfig, dtype: torch.dtype) -> DFlash:
+    """Plain DFlash of the public shape: five layers as wide as the target's, five taps, the target's head."""
+    taps = tuple(round(1 + index * (config.num_layers - 4) / 4) for index in range(5))
+    draft = DFlashConfig(
+        layers=replace(config, architecture="qwen3", num_layers=DRAFT_LAYERS),
+        block_size=16,
+        mask_token_id=0,
+        tap_layers=taps,
+        num_target_layers=config.num_layers,
+    )
+    with torch.device(DEVICE):
+        torch.set_default_dtype(dtype)
+        model = DFlash(draft)
+        torch.set_default_dtype(torch.float32)
+    return model.eval().requires_grad_(False)
+
+
+def make_engine(
+    decoder: Decoder, model: DFlash, batch: int, context: int, dtype: torch.dtype
+) -> tuple[PlannedRunner, PlannedDFlashDrafter]:
+    options: dict[str, Any] = {"context_length": context + 256, "device": DEVICE, "dtype": dtype}
+    runner = PlannedRunner(decoder, num_slots=batch, **options)
+    drafter = PlannedDFlashDrafter(model, embed=decoder.embed_tokens, head=decoder.lm_head, num_slots=batch, **options)
+    runner.cache.rows.normal_()
+    drafter.cache.rows.normal_()
+    return runner, drafter
+
+
+def weight_bytes(model: torch.nn.Module, *, with_embedding: bool = False) -> int:
+    """Bytes that a pass reads: everything but the embedding, unless that is the head too."""
+    return sum(
+        parameter.nbytes
+        for name, parameter in model.named_parameters()
+        if with_embedding or not name.startswith("embed_tokens")
+    )
+
+
+def time_peer(
+    peer: str, config: DecoderConfig, decoder: Decoder, tokens: list[int], rate: float, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """One forward pass of `transformers` behind 512 tokens, batch 1, eager or with a static cache and compiled."""
+    from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
+
+    given = Qwen3Config(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    with torch.device(DEVICE):
+        model = Qwen3ForCausalLM(given).to(torch.bfloat16).eval()
+    floor = weight_bytes(decoder, with_embedding=config.is_tied) / rate * 1e3
+    is_compiled = peer == "compiled"
+    forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True) if is_compiled else model.forward
+    for count in tokens if not is_compiled else [1, 16]:
+        cache = StaticCache(config=given, max_cache_len=1024) if is_compiled else DynamicCache(config=given)
+        with torch.inference_mode():
+            model(torch.ones(1, 512, dtype=torch.long, device=DEVICE), past_key_values=cache, use_cache=True)
+            ids = torch.ones(1, count, dtype=torch.long, device=DEVICE)
+            places = torch.arange(512, 512 + count, device=DEVICE)
+
+            def run(ids=ids, places=places, cache=cache) -> None:  # type: ignore[no-untyped-def]
+                forward(ids, past_key_values=cache, cache_position=places, use_cache=True, logits_to_keep=0)
+                if not is_compiled:
+                    cache.crop(512)
+
+            row = time_both(run, repeats)
+        yield {
+            "work": f"transformers {peer}",
+            "batch": 1,
+            "context": 512,
+            "tokens": count,
+            **row,
+            **against(floor, row),
+        }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""DFlash on a GPU: drafting and observing as CUDA graphs, one for each shape.
+
+Ranking is part of the graph for greedy requests, and candidates come back in one wait. With sampling the ranking, with
+its noise, follows unplanned from the graph's logits.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockpilot.cache.pass_plan import REQUESTS, PassPlan, Staging, context_class, round_up
+from blockpilot.core.candidates import Candidates
+from blockpilot.core.config import MAX_BLOCK_SIZE
+from blockpilot.decoding.dflash_drafter import DFlashDrafter, Ranking
+from blockpilot.decoding.drafter import DraftRequest, Observation
+from blockpilot.models.fused import FusedDFlash
+from blockpilot.models.gpu import capture, graph_pool, wait_for
+
+COUNTS = (2, 4, 8, 16, 32, MAX_BLOCK_SIZE)  # observed tokens, rounded up
+MAX_ROWS = 1024
+MAX_CANDIDATES = 16
+
+
+@dataclass
+class DraftPass:
+    plan: PassPlan
+    run: Callable[[], None]
+    hidden: Tensor  # [R, D, H]
+    logits: Tensor  # [R, D, V]
+    ranking: Ranking  # on the host
+
+
+class PlannedDFlashDrafter(DFlashDrafter):
+    def __init__(self, *arguments: Any, num_slots: int, **options: Any) -> None:
+        super().__init__(*arguments, num_slots=num_slots, num_spare=1, **options)
+        self.fused = FusedDFlash(self.model, self.cache.rows)
+        self.context_weight = self.model.context_weight().detach()
+        self._spare_slot = num_slots
+        self._pool = graph_pool(self.device)
+        self._drafts: dict[tuple[int, int, int, int], DraftPass] = {}
+        self._views: dict[tuple[int, int, int], tuple[Staging, Callable[[], None]]] = {}
+
+    @torch.inference_mode()
+    def observe(self, observations: Sequence[Observation]) -> None:
+        taps = observations[0].taps
+        count = round_up(max(len(observation.token_ids) for observation in observations), COUNTS)
+        num_requests = round_up(len(observations), REQUESTS)
+        is_one = all(observation.taps is taps and observation.rows is not None for observation in observations)
+        if taps is None or not is_one or count > COUNTS[-1] or num_requests * count > MAX_ROWS:
+            super().observe(observations)
+            return
+        staging, run = self._view(taps, num_requests, count)
+        host = staging.host
+        staging.clear()
+        host["slots"][:] = self._spare_slot
+        for index, observation in enumerate(observations):
+            slot, length = observation.slot, len(observation.token_ids)
+            start = self.cache.lengths[slot]
+            first = index * count
+            host["slots"][index], host["starts"][index] = slot, start
+            host["positions"][first : first + length] = range(start, start + length)
+            host["rows"][first : first + length] = observation.rows
+            self.cache.append(slot, length)
+            self.cache.keep(slot, range(length))
+        run()
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
+        num_requests = round_up(len(requests), REQUESTS)
+        count = max(request.block_size for request in requests)
+        if num_requests * count > MAX_ROWS:
+            return super().propose(requests)
+        width = 1 if all(request.num_candidates == 1 for request in requests) else MAX_CANDIDATES
+        width = max(width, *(request.num_candidates for request in requests))
+        context = context_class([self.cache.lengths[request.slot] for request in requests])
+        draft = self._draft(num_requests, count, context, width)
+        for request in requests:
+            self.cache.append(request.slot, request.block_size)
+        draft.plan.write_blocks(
+            [(request.slot, request.anchor_id, request.position, request.block_size) for request in requests],
+            self.cache.lengths,
+            self.model.config.mask_token_id,
+        )
+        draft.run()
+        wait_for(self.device)
+        return [self._candidates(draft, row, request) for row, request in enumerate(requests)]
+
+    def _candidates(self, draft: DraftPass, row: int, request: DraftRequest) -> Candidates:
+        depth = request.block_size - 1
+        if not request.params.is_greedy:
+            ranking = self._rank_one(request, draft.logits[row, :depth], draft.hidden[row, :depth])
+            return ranking.candidates(0, request.num_candidates)
+        return draft.ranking.block(row, depth).candidates(0, request.num_candidates)
+
+    def _draft(self, num_requests: int, count: int, context: int, width: int) -> DraftPass:
+        key = (num_requests, count, context, width)
+        if key not in self._drafts:
+            plan = PassPlan(num_requests, count, context, self.device, self._spare_slot)
+            offsets = torch.arange(count, dtype=torch.int32, device=self.device).repeat(num_requests)
+            hidden, logits, ranking = self._rank_blocks(plan, offsets, width)  # once, for the shapes
+            host = ranking.like(_host_copy)
+
+            def run() -> None:
+                plan.staging.send()
+                new_hidden, new_logits, found = self._rank_blocks(plan, offsets, width)
+                hidden.copy_(new_hidden)
+                logits.copy_(new_logits)
+                for part, place in zip(found.parts(), host.parts(), strict=True):
+                    if part is not None and place is not None:
+                        place.copy_(part, non_blocking=True)
+
+            self._drafts[key] = DraftPass(plan, capture(run, self.device, self._pool), hidden, logits, host)
+        return self._drafts[key]
+
+    def _rank_blocks(self, plan: PassPlan, offsets: Tensor, width: int) -> tuple[Tensor, Tensor, Ranking]:
+        ids = plan.inputs.token_ids
+        states = self.fused.forward(self.embed(ids), plan.inputs, offsets).view(plan.num_requests, plan.count, -1)[
+            :, 1:
+        ]
+        hidden = states.contiguous()
+        logits = self.head(hidden.flatten(0, 1)).view(plan.num_requests, plan.count - 1, -1)
+        anchors = ids.view(plan.num_requests, plan.count)[:, 0]
+        ranking = self.rank(hidden, logits, anchor_ids=anchors, temperature=1.0, noise=None, num_candidates=width)
+        return hidden, logits, ranking
+
+    def best_tokens(self, scores: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
+        values, ids, log_mass = self.fused.layers.kernels.best_tokens(scores.flatten(0, 1), num_best)
+        shape = scores.shape[:2]
+        return values.unflatten(0, shape), ids.unflatten(0, shape), log_mass.unflatten(0, shape)
+
+    def _view(self, taps: Tensor, num_requests: int, count: int) -> tuple[Staging, Callable[[], None]]:
+        """Observing from one result buffer of the target."""
+        key = (taps.data_ptr(), num_requests, count)
+        if key not in self._views:
+            num_tokens = num_requests * count
+            staging = Staging(
+                self.device, rows=num_tokens, positions=num_tokens, slots=num_requests, starts=num_requests
+            )
+            staging.host["slots"][:] = self._spare_slot
+            given = staging.device
+
+            def run() -> None:
+                staging.send()
+                self.fused.store_context(
+                    taps.index_select(0, given["rows"]),
+                    self.context_weight,
+                    given["positions"],
+                    given["slots"],
+                    given["starts"],
+                )
+
+            self._views[key] = staging, capture(run, self.device, self._pool)
+        return self._views[key]
+
+
+def _host_copy(part: Tensor) -> Tensor:
+    return torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type == "cuda")

@@ -1,0 +1,127 @@
+"""The target on a GPU: every check has one of few shapes, and the pass of a shape is captured once as a CUDA graph.
+
+Prompts, whose lengths differ, run unplanned. So do checks of more rows than the result buffers hold.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Collection
+
+import torch
+from torch import Tensor
+
+from blockpilot.cache.pass_plan import COUNTS, REQUESTS, PassPlan, Staging, context_class, round_up
+from blockpilot.cache.slots import is_contiguous
+from blockpilot.core.config import MAX_TREE_NODES
+from blockpilot.core.tree import DraftTree
+from blockpilot.engine.runner import PassResult, TargetRunner
+from blockpilot.models.decoder import Decoder
+from blockpilot.models.fused import FusedDecoder
+from blockpilot.models.gpu import capture, check_memory, graph_pool, wait_for
+
+MAX_ROWS = 1024  # tokens of all requests in one planned pass
+
+
+class PlannedRunner(TargetRunner):
+    def __init__(
+        self, decoder: Decoder, *, num_slots: int, context_length: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        check_memory(device, _bytes_needed(decoder, num_slots, context_length, dtype), "the target's cache and results")
+        super().__init__(
+            decoder, num_slots=num_slots, context_length=context_length, device=device, dtype=dtype, num_spare=1
+        )
+        config = decoder.config
+        self.fused = FusedDecoder(decoder, self.cache.rows)
+        self.max_rows = min(MAX_ROWS, round_up(num_slots, REQUESTS) * COUNTS[-1])
+        self._spare_slot = num_slots
+        self._pool = graph_pool(device)
+        self._logits = torch.empty(self.max_rows, config.vocab_size, dtype=dtype, device=device)
+        self._hidden = torch.empty(self.max_rows, config.hidden_size, dtype=dtype, device=device)
+        self._taps: dict[tuple[int, ...], Tensor] = {}  # by the layers that are read
+        self._best = torch.empty(self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._passes: dict[tuple[int, int, int, tuple[int, ...]], tuple[PassPlan, Callable[[], None]]] = {}
+        self._moves: dict[int, tuple[Staging, Callable[[], None]]] = {}
+
+    @torch.inference_mode()
+    def verify(self, trees: Collection[tuple[int, DraftTree]], tap_layers: Collection[int]) -> PassResult:
+        num_requests = round_up(len(trees), REQUESTS)
+        count = round_up(max(len(tree) for _, tree in trees), COUNTS)
+        if num_requests * count > self.max_rows:
+            return super().verify(trees, tap_layers)
+        context = context_class([self.cache.lengths[slot] for slot, _ in trees])
+        plan, run = self._pass(num_requests, count, context, tuple(tap_layers))
+        for slot, tree in trees:
+            self.cache.append(slot, len(tree))
+        plan.write_trees(trees, self.cache.lengths)
+        run()
+        wait_for(self.device)
+        num_rows = len(trees) * count
+        return PassResult(
+            self._logits[:num_rows],
+            self._taps[tuple(tap_layers)] if tap_layers else None,
+            self._hidden[:num_rows],
+            range(0, num_rows, count),
+            self._best[:num_rows].tolist(),
+        )
+
+    @torch.inference_mode()
+    def keep(self, paths: Collection[tuple[int, Collection[int]]]) -> None:
+        moved = [(slot, path) for slot, path in paths if not is_contiguous(path)]
+        if moved:
+            staging, run = self._move(round_up(len(moved), REQUESTS))
+            staging.clear()
+            staging.host["slots"][:] = self._spare_slot
+            width = MAX_TREE_NODES + 1
+            for row, (slot, path) in enumerate(moved):
+                staging.host["slots"][row], staging.host["starts"][row] = slot, self.cache.lengths[slot]
+                staging.host["counts"][row] = len(path)
+                staging.host["paths"][row * width : row * width + len(path)] = path
+            run()
+        for slot, path in paths:
+            self.cache.keep(slot, path, is_moved=True)
+
+    def _pass(
+        self, num_requests: int, count: int, context: int, tap_layers: tuple[int, ...]
+    ) -> tuple[PassPlan, Callable[[], None]]:
+        key = (num_requests, count, context, tap_layers)
+        if key not in self._passes:
+            if tap_layers and tap_layers not in self._taps:
+                shape = (self.max_rows, len(tap_layers) * self.decoder.config.hidden_size)
+                self._taps[tap_layers] = torch.empty(shape, dtype=self._hidden.dtype, device=self.device)
+            plan = PassPlan(num_requests, count, context, self.device, self._spare_slot)
+            self._passes[key] = plan, capture(lambda: self._run(plan, tap_layers), self.device, self._pool)
+        return self._passes[key]
+
+    def _run(self, plan: PassPlan, tap_layers: tuple[int, ...]) -> None:
+        num_rows = plan.num_requests * plan.count
+        plan.staging.send()
+        hidden, normed, taps = self.fused.forward(plan.inputs, tap_layers)
+        logits = self.fused.logits(normed, out=self._logits[:num_rows])
+        self._hidden[:num_rows].copy_(hidden)
+        if taps is not None:
+            self._taps[tap_layers][:num_rows].copy_(taps)
+        self._best[:num_rows].copy_(logits.argmax(dim=-1), non_blocking=True)
+
+    def _move(self, num_requests: int) -> tuple[Staging, Callable[[], None]]:
+        if num_requests not in self._moves:
+            width = MAX_TREE_NODES + 1
+            staging = Staging(
+                self.device, slots=num_requests, starts=num_requests, counts=num_requests, paths=num_requests * width
+            )
+            staging.host["slots"][:] = self._spare_slot
+            given = staging.device
+
+            def run() -> None:
+                staging.send()
+                self.fused.layers.kernels.move_rows(
+                    self.cache.rows, given["slots"], given["starts"], given["paths"].view(-1, width), given["counts"]
+                )
+
+            self._moves[num_requests] = staging, capture(run, self.device, self._pool)
+        return self._moves[num_requests]
+
+
+def _bytes_needed(decoder: Decoder, num_slots: int, context_length: int, dtype: torch.dtype) -> int:
+    config = decoder.config
+    row = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    cache = (num_slots + 1) * (context_length + MAX_TREE_NODES) * row
+    return (cache + MAX_ROWS * (config.vocab_size + 8 * config.hidden_size)) * dtype.itemsize

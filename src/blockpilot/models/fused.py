@@ -1,0 +1,163 @@
+"""Target and drafter on a GPU: the weights and results of `decoder.py` and `dflash.py`, in a third of the kernels.
+
+A pass has a fixed shape (requests, tokens per request) and reads everything else from a `PassInputs`: that is what lets
+it be captured as a CUDA graph. Nothing here decides anything; the layers are walked and the kernels called.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockpilot.models.decoder import Decoder
+from blockpilot.models.dflash import BlockConvolution, DFlash, DraftLayer
+from blockpilot.models.gpu import fused_kernels
+from blockpilot.models.kernels_reference import Convolution, Kernels, Parts
+from blockpilot.models.layers import MLP, Attention, DecoderLayer, RMSNorm, Rotary
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """What a pass reads, on the device, all int32: R requests of n tokens each, N = R * n."""
+
+    token_ids: Tensor  # [N]
+    positions: Tensor  # [N]
+    slots: Tensor  # [R]
+    starts: Tensor  # [R] rows already in the slot
+    masks: Tensor  # [N, words] which of the request's n new rows a token sees, a bit each
+    context: int = 2048  # the longest slot the pass is made for; longer ones are read too, only less well spread
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.slots)
+
+    @property
+    def count(self) -> int:
+        return len(self.token_ids) // len(self.slots)
+
+
+class FusedLayers:
+    """What the layers of one model share: its cache, its rotation table, the device."""
+
+    def __init__(self, rows: Tensor, rotary: Rotary, num_heads: int) -> None:
+        """`rows` [layers, 2, slots, Hkv, capacity, D] is the model's cache; positions stay below its capacity."""
+        self.rows, self.num_heads = rows, num_heads
+        self.device, self.dtype = rows.device, rows.dtype
+        self.kernels: Kernels = fused_kernels(rows.device)
+        angles = torch.arange(rows.shape[4], device=self.device)[:, None] * rotary.inverse_frequencies.to(self.device)
+        self.table = (angles.cos(), angles.sin())  # [capacity, D/2], float32
+        self.num_processors = (
+            torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 4
+        )
+
+    def linear(self, x: Tensor, weight: Tensor) -> Parts:
+        return self.kernels.linear(x, weight, self.num_processors)
+
+    def whole(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """The product in one piece."""
+        if out is None:
+            out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+        return self.kernels.linear(x, weight, self.num_processors, out=out).values
+
+    def attention(self, attention: Attention, x: Tensor, inputs: PassInputs) -> Parts:
+        """Everything between the norm and the residual addition; the cache gets the new rows."""
+        kernels, norms, eps = self.kernels, None, 0.0
+        if attention.q_norm is not None and attention.k_norm is not None:
+            norms, eps = (attention.q_norm.weight, attention.k_norm.weight), attention.q_norm.eps
+        keys, values = self.rows[attention.index, 0], self.rows[attention.index, 1]
+        slots, starts = inputs.slots, inputs.starts
+        q = kernels.rotate_store(
+            self.linear(x, attention.qkv_proj.weight), inputs.positions, self.table, norms, eps, keys, values, slots,
+            starts, self.num_heads, self.dtype,
+        )  # fmt: skip
+        num_kv_heads = keys.shape[1]
+        tiles = -(-inputs.count * (self.num_heads // num_kv_heads) // kernels.MAX_TILE)
+        splits = kernels.choose_splits(inputs.num_requests, num_kv_heads, tiles, self.num_processors, inputs.context)
+        mixed = kernels.attend(q, keys, values, slots, starts, inputs.masks, splits)
+        return self.linear(mixed, attention.o_proj.weight)
+
+    def mlp(self, mlp: MLP, x: Tensor) -> Parts:
+        gated = self.kernels.gated_linear(x, mlp.gate_up_proj.weight, self.num_processors)
+        return self.linear(gated, mlp.down_proj.weight)
+
+    def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        return self.kernels.add_norm(x, None, norm.weight, norm.eps)[1]
+
+    def add_norm(
+        self, x: Tensor, delta: Parts, norm: RMSNorm, convolution: Convolution | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self.kernels.add_norm(x, delta, norm.weight, norm.eps, convolution)
+
+
+class FusedDecoder:
+    def __init__(self, decoder: Decoder, rows: Tensor) -> None:
+        self.decoder = decoder
+        self.layers = FusedLayers(rows, decoder.rotary, decoder.config.num_heads)
+
+    def forward(self, inputs: PassInputs, tap_layers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states [N, H] before and after the final norm, and taps as `Decoder.forward` gives them."""
+        fused, decoder = self.layers, self.decoder
+        layers = [cast(DecoderLayer, layer) for layer in decoder.layers]
+        x = F.embedding(inputs.token_ids, decoder.embed_tokens.weight)
+        normed = fused.norm(layers[0].input_layernorm, x)
+        kept: dict[int, Tensor] = {}
+        for index, layer in enumerate(layers):
+            x, normed = fused.add_norm(
+                x, fused.attention(layer.self_attn, normed, inputs), layer.post_attention_layernorm
+            )
+            after = layers[index + 1].input_layernorm if index + 1 < len(layers) else decoder.norm
+            x, normed = fused.add_norm(x, self._mlp(layer, normed), after)
+            if index in tap_layers:
+                kept[index] = x
+        taps = torch.cat([kept[index] for index in tap_layers], dim=-1) if tap_layers else None
+        return x, normed, taps
+
+    def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.layers.whole(normed, self.decoder.lm_head.weight, out)
+
+    def _mlp(self, layer: DecoderLayer, x: Tensor) -> Parts:
+        return self.layers.mlp(layer.mlp, x) if isinstance(layer.mlp, MLP) else Parts(layer.mlp(x), 1)
+
+
+class FusedDFlash:
+    def __init__(self, model: DFlash, rows: Tensor) -> None:
+        self.model = model
+        self.layers = FusedLayers(rows, model.rotary, model.config.layers.num_heads)
+        norms = [cast(RMSNorm, cast(DraftLayer, layer).self_attn.k_norm) for layer in model.layers]
+        self.key_norms, self.key_eps = torch.stack([norm.weight.detach() for norm in norms]), norms[0].eps
+
+    def forward(self, embeddings: Tensor, inputs: PassInputs, offsets: Tensor) -> Tensor:
+        """Normalised hidden states [N, H] of blocks; `offsets` is each token's place in its block."""
+        fused, model = self.layers, self.model
+        layers = [cast(DraftLayer, layer) for layer in model.layers]
+        x, normed = embeddings, fused.norm(layers[0].input_layernorm, embeddings)
+        for index, layer in enumerate(layers):
+            around = self._convolution(layer.attention_conv, normed, offsets)
+            read = normed if around is None else fused.kernels.convolve(normed, around)
+            attended = fused.attention(layer.self_attn, read, inputs)
+            x, normed = fused.add_norm(x, attended, layer.post_attention_layernorm, around)
+            around = self._convolution(layer.mlp_conv, normed, offsets)
+            read = normed if around is None else fused.kernels.convolve(normed, around)
+            after = layers[index + 1].input_layernorm if index + 1 < len(layers) else model.norm
+            x, normed = fused.add_norm(x, fused.mlp(layer.mlp, read), after, around)
+        return normed
+
+    def store_context(
+        self, taps: Tensor, context_weight: Tensor, positions: Tensor, slots: Tensor, starts: Tensor
+    ) -> None:
+        """Keys and values of committed tokens into the cache; `context_weight` is the model's."""
+        fused, model = self.layers, self.model
+        features = fused.norm(model.hidden_norm, fused.whole(taps, model.fc.weight))
+        projected = fused.linear(features, context_weight)
+        fused.kernels.store_context(
+            projected, positions, fused.table, self.key_norms, self.key_eps, fused.rows, slots, starts
+        )
+
+    def _convolution(self, conv: BlockConvolution | None, x: Tensor, offsets: Tensor) -> Convolution | None:
+        if conv is None:
+            return None
+        corrections = self.layers.whole(x, conv.kernel_projection.weight)
+        return Convolution(conv.base_kernel, corrections, offsets, conv.group_size)

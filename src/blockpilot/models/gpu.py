@@ -1,0 +1,86 @@
+"""What a GPU offers: kernels, graphs of kernels, memory."""
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from blockpilot.core.errors import InputError
+
+logger = logging.getLogger(__name__)
+MAX_HEAD_DIM = 256
+WARM_UPS = 2  # kernels are compiled and libraries choose their algorithms before anything is recorded
+
+
+def has_triton() -> bool:
+    """Triton comes with PyTorch's CUDA builds on Linux; without it slower paths serve."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def can_fuse(device: torch.device, head_dim: int) -> bool:
+    """Whether passes run fused; where a GPU cannot, one line says why and the plain path serves."""
+    if device.type != "cuda":
+        return False
+    if not has_triton():
+        _warn_once(
+            "Triton is not installed: the GPU runs unfused, several times slower; install it with `pip install triton`"
+        )
+        return False
+    if head_dim > MAX_HEAD_DIM or head_dim % 2:
+        _warn_once(f"heads of size {head_dim} are not fused (even sizes up to {MAX_HEAD_DIM} are): the GPU runs slower")
+        return False
+    return True
+
+
+def fused_kernels(device: torch.device) -> Any:
+    """The kernels of a device: compiled on a GPU, the reference anywhere else."""
+    name = "gpu_kernels" if device.type == "cuda" else "kernels_reference"
+    module: ModuleType = importlib.import_module(f"blockpilot.models.{name}")
+    return module
+
+
+def capture(run: Callable[[], None], device: torch.device, pool: Any = None) -> Callable[[], None]:
+    """`run` as one CUDA graph. It reads from and writes to buffers that stay."""
+    if device.type != "cuda":
+        return run
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        run()
+    return graph.replay
+
+
+def graph_pool(device: torch.device) -> Any:
+    """Memory that the graphs of one owner share: they never run at the same time."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def check_memory(device: torch.device, num_bytes: int, what: str) -> None:
+    """Refuse before anything is allocated."""
+    if device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    if num_bytes > free:
+        raise InputError(
+            f"{what} needs {num_bytes / 2**30:.1f} GiB and the GPU has {free / 2**30:.1f} GiB free: "
+            "lower the number of slots or the context length, or choose bfloat16"
+        )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)

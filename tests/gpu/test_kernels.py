@@ -1,0 +1,137 @@
+"""Every GPU kernel against the reference. One command runs all of these: `pytest -m gpu`."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockpilot.models import kernels_reference as reference
+from blockpilot.models.kernels_reference import Convolution, Parts
+from tests.gpu.conftest import DEVICE
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+DTYPES = list(TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def kernels():  # type: ignore[no-untyped-def]
+    from blockpilot.models import gpu_kernels
+
+    return gpu_kernels
+
+
+def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    scale = max(1.0, float(expected.float().abs().max()))
+    assert float((found.float() - expected.float()).abs().max()) <= TOLERANCE[dtype] * scale
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def integers(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def random_masks(num_requests: int, count: int) -> Tensor:
+    """Each token sees itself and an arbitrary half of the rows before it."""
+    seen = torch.tril(torch.rand(num_requests, count, count) < 0.5, -1) | torch.eye(count, dtype=torch.bool)
+    words = torch.zeros(num_requests * count, -(-count // 32), dtype=torch.int64)
+    for bit in range(count):
+        words[:, bit // 32] |= seen.reshape(-1, count)[:, bit].long() << bit % 32
+    return words.where(words < 2**31, words - 2**32).int().to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv", "dim", "num_requests", "count", "num_splits", "has_norm", "num_parts"),
+    [
+        (9, 3, 64, 2, 4, 1, False, 1),
+        (8, 2, 32, 3, 5, 4, True, 3),
+        (4, 4, 48, 1, 1, 2, True, 2),
+        (6, 2, 16, 2, 33, 8, False, 1),
+        (32, 8, 128, 1, 129, 16, True, 4),
+    ],
+)
+def test_attention(  # type: ignore[no-untyped-def]
+    kernels, dtype, num_heads, num_kv, dim, num_requests, count, num_splits, has_norm, num_parts
+) -> None:
+    torch.manual_seed(0)
+    num_tokens = num_requests * count
+    caches = [random(num_requests + 2, num_kv, 250, dim, dtype=dtype) for _ in range(2)]
+    slots, starts = integers(*range(1, num_requests + 1)), integers(*(0, 70, 37)[:num_requests])
+    parts = random(num_parts, num_tokens, (num_heads + 2 * num_kv) * dim)
+    qkv = Parts(parts, num_parts) if num_parts > 1 else Parts(parts[0].to(dtype))
+    positions = torch.randint(0, 100, (num_tokens,), dtype=torch.int32, device=DEVICE)
+    angles = random(100, dim // 2)
+    norms = (random(dim, dtype=dtype), random(dim, dtype=dtype)) if has_norm else None
+    masks = random_masks(num_requests, count)
+    results = []
+    for module in (kernels, reference):
+        keys, values = (cache.clone() for cache in caches)
+        q = module.rotate_store(
+            qkv, positions, (angles.cos(), angles.sin()), norms, 1e-6, keys, values, slots, starts, num_heads, dtype
+        )
+        results.append((q, keys, values, module.attend(q, keys, values, slots, starts, masks, num_splits)))
+    for found, expected in zip(*results, strict=True):
+        assert_close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_gates_and_convolutions(kernels, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    x, weight, parts = random(6, 96, dtype=dtype), random(96, dtype=dtype), Parts(random(3, 6, 96), 3)
+    offsets = integers(0, 1, 2, 0, 1, 2)
+    around = Convolution(random(2, 2, 96, dtype=dtype), random(6, 2 * 2 * 6, dtype=dtype), offsets, 16)
+    gates = Parts(random(2, 6, 2 * 530), 2)
+    for delta, convolution in ((None, None), (parts, None), (parts, around), (Parts(x), around)):
+        found = kernels.add_norm(x, delta, weight, 1e-6, convolution)
+        expected = reference.add_norm(x, delta, weight, 1e-6, convolution)
+        assert_close(found[0], expected[0], dtype)
+        assert_close(found[1], expected[1], dtype)
+    assert_close(kernels.convolve(x, around), reference.convolve(x, around), dtype)
+    assert_close(kernels.gate(gates, dtype), reference.gate(gates, dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_tokens", "size", "num_rows"),
+    [(1, 96, 70), (1, 2560, 6144), (3, 576, 960), (16, 4096, 2560), (17, 320, 128), (64, 640, 256), (65, 96, 64)],
+)
+def test_linear(kernels, dtype: torch.dtype, num_tokens: int, size: int, num_rows: int) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    x, weight = random(num_tokens, size, dtype=dtype), random(num_rows, size, dtype=dtype)
+    expected = x.double() @ weight.double().T
+    assert_close(kernels.linear(x, weight, 132).total, expected, dtype)
+    gates, ups = (expected / size**0.5).chunk(2, dim=-1)
+    scaled = (weight / size**0.5).to(dtype)
+    assert_close(kernels.gated_linear(x, scaled, 132), torch.nn.functional.silu(gates) * ups, dtype)
+    out = torch.empty(num_tokens, num_rows, dtype=dtype, device=DEVICE)
+    assert_close(kernels.linear(x, weight, 132, out=out).values, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_stored_and_moved(kernels, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    rows, slots, starts = random(3, 2, 4, 2, 40, 16, dtype=dtype), integers(1, 3), integers(4, 7)
+    projected, positions = Parts(random(2, 8, 3 * 2 * 2 * 16), 2), integers(4, 5, 6, 7, 7, 8, 9, 10)
+    angles, weights = random(40, 8), random(3, 16, dtype=dtype)
+    paths, counts = integers(0, 2, 5, 0, 0, 1, 0, 0).view(2, 4), integers(3, 2)
+    results = []
+    for module in (kernels, reference):
+        own = rows.clone()
+        module.store_context(projected, positions, (angles.cos(), angles.sin()), weights, 1e-6, own, slots, starts)
+        module.move_rows(own, slots, starts, paths, counts)
+        results.append(own)
+    assert_close(results[0], results[1], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size", "num_best"), [(1, 100, 4), (15, 49152, 16), (3, 16384, 1)])
+def test_best_tokens(kernels, dtype: torch.dtype, num_rows: int, size: int, num_best: int) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    logits = torch.stack([torch.randperm(size, device=DEVICE) for _ in range(num_rows)]).float().mul(1e-3).to(dtype)
+    found, expected = kernels.best_tokens(logits, num_best), reference.best_tokens(logits, num_best)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(logits.float().gather(1, found[1]), expected[0])  # bfloat16 has ties
+    assert_close(found[2], expected[2], torch.float32)

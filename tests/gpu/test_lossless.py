@@ -1,0 +1,40 @@
+"""Speculative decoding on a GPU emits what plain decoding emits there, through graphs and kernels, in float32."""
+
+import pytest
+
+from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.engine.planned_runner import PlannedRunner
+from tests.tiny import RandomTreePilot, make_dflash, make_eagle3, make_llm
+
+pytestmark = pytest.mark.gpu
+PROMPTS = ["abcabcab", "the quick brown fox", "z", "hello hello hello"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_every_method_gives_the_plain_text(name: str, temperature: float) -> None:
+    params = [SamplingParams(max_new_tokens=24 + i, temperature=temperature, seed=i) for i in range(4)]
+    expected = [answer.token_ids for answer in make_llm(name).generate(PROMPTS, params, is_raw=True)]  # on the CPU
+    for drafter in (make_dflash(name), make_dflash(name, is_second=True), make_eagle3(name)):
+        llm = make_llm(name, drafter=drafter, device="cuda")
+        assert isinstance(llm.engine.runner, PlannedRunner)
+        for pilot in ("ar", "fixed:4", "fixed:8", "tree:15", "tree:63"):
+            found = llm.generate(PROMPTS, params, pilot=pilot, is_raw=True)
+            assert [answer.token_ids for answer in found] == expected, (pilot, type(drafter).__name__)
+        pilots = [RandomTreePilot(seed) for seed in range(4)]
+        found = llm.generate(PROMPTS, params, pilot=pilots, is_raw=True)
+        assert [answer.token_ids for answer in found] == expected
+
+
+def test_drafts_are_those_of_the_cpu() -> None:
+    params = SamplingParams(max_new_tokens=30)
+    steps = [
+        [
+            [step.emitted for step in answer.steps]
+            for answer in make_llm("qwen3", drafter=make_dflash("qwen3", is_second=True), device=device).generate(
+                PROMPTS, params, pilot="tree:15", is_raw=True
+            )
+        ]
+        for device in ("cpu", "cuda")
+    ]
+    assert steps[0] == steps[1]

@@ -1,0 +1,91 @@
+"""Passes of fixed shape give what unplanned passes give. Here with the kernels' reference implementation, on a CPU."""
+
+import pytest
+import torch
+
+from blockpilot.core.errors import InputError
+from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
+from blockpilot.engine import assemble
+from blockpilot.engine.llm import LLM
+from blockpilot.engine.planned_runner import PlannedRunner
+from blockpilot.models import gpu
+from tests.tiny import RandomTreePilot, make_dflash, make_llm
+
+PROMPTS = ["abcabcab", "the quick brown fox", "z", "hello hello hello"]
+PILOTS = ["ar", "fixed:4", "tree:15", "tree:70"]
+
+
+def make_planned(monkeypatch: pytest.MonkeyPatch, name: str, **options: object) -> LLM:
+    monkeypatch.setattr(assemble, "can_fuse", lambda device, head_dim: True)
+    llm = make_llm(name, **options)
+    monkeypatch.undo()
+    return llm
+
+
+@pytest.mark.parametrize("is_second", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_planned_passes_decode_as_unplanned_ones_do(
+    monkeypatch: pytest.MonkeyPatch, name: str, is_second: bool
+) -> None:
+    plain = make_llm(name, drafter=make_dflash(name, is_second=is_second))
+    planned = make_planned(monkeypatch, name, drafter=make_dflash(name, is_second=is_second))
+    assert isinstance(planned.engine.runner, PlannedRunner) and isinstance(planned.drafter, PlannedDFlashDrafter)
+    params = SamplingParams(max_new_tokens=30)
+    for pilot in PILOTS:
+        expected = plain.generate(PROMPTS, params, pilot=pilot, is_raw=True)
+        found = planned.generate(PROMPTS, params, pilot=pilot, is_raw=True)
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+        for ours, theirs in zip(found, expected, strict=True):  # the same drafts were accepted, not only the same text
+            assert [step.emitted for step in ours.steps] == [step.emitted for step in theirs.steps]
+
+
+def test_sampling_and_mixed_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = make_llm("qwen3", drafter=make_dflash("qwen3", is_second=True))
+    planned = make_planned(monkeypatch, "qwen3", drafter=make_dflash("qwen3", is_second=True))
+    params = [SamplingParams(max_new_tokens=20 + 3 * i, temperature=0.7 * (i % 2), seed=i) for i in range(4)]
+
+    def answers(llm: LLM) -> list[tuple[list[int], list[int]]]:
+        pilots = [RandomTreePilot(seed) for seed in range(4)]
+        found = llm.generate(PROMPTS, params, pilot=pilots, is_raw=True)
+        return [(answer.token_ids, [step.emitted for step in answer.steps]) for answer in found]
+
+    assert answers(planned) == answers(plain)
+
+
+def test_a_check_of_too_many_rows_runs_unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = make_planned(monkeypatch, "llama", drafter=make_dflash())
+    runner = planned.engine.runner
+    assert isinstance(runner, PlannedRunner)
+    runner.max_rows = 8
+    expected = make_llm("llama").generate("abcabc", SamplingParams(max_new_tokens=12), is_raw=True)
+    found = planned.generate("abcabc", SamplingParams(max_new_tokens=12), pilot="tree:15", is_raw=True)
+    assert found.token_ids == expected.token_ids
+    assert not runner._passes or max(count for _, count, _, _ in runner._passes) <= 8
+
+
+def test_spare_slots_are_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_planned(monkeypatch, "llama", drafter=make_dflash()).engine.runner.cache
+    taken = [cache.reserve() for _ in range(cache.num_free)]
+    assert cache.rows.shape[2] - 1 not in taken
+
+
+def test_too_little_memory_is_said_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**31))
+    with pytest.raises(InputError, match=r"needs 3\.0 GiB and the GPU has 1\.0 GiB free: lower the number of slots"):
+        gpu.check_memory(torch.device("cuda"), 3 * 2**30, "the target's cache")
+
+
+def test_without_triton_one_warning_and_the_plain_path(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu._warn_once.cache_clear()
+    monkeypatch.setattr(gpu, "has_triton", lambda: False)
+    assert not gpu.can_fuse(torch.device("cuda"), 64) and not gpu.can_fuse(torch.device("cuda"), 64)
+    assert len(caplog.records) == 1 and "pip install triton" in caplog.text
+
+
+def test_head_sizes_that_are_not_fused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(gpu, "has_triton", lambda: True)
+    assert gpu.can_fuse(torch.device("cuda"), 128) and not gpu.can_fuse(torch.device("cuda"), 512)
+    assert "heads of size 512" in caplog.text

@@ -72,7 +72,7 @@ def test_attention(  # type: ignore[no-untyped-def]
         q = module.rotate_store(
             qkv, positions, (angles.cos(), angles.sin()), norms, 1e-6, keys, values, slots, starts, num_heads, dtype
         )
-        results.append((q, keys, values, module.attend(q, keys, values, slots, starts, masks, num_splits)))
+        results.append((q, keys, values, module.attend(q, keys, values, slots, starts, masks, num_splits, 512)))
     for found, expected in zip(*results, strict=True):
         assert_close(found, expected, dtype)
 

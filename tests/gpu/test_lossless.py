@@ -27,6 +27,7 @@ def test_every_method_gives_the_plain_text(name: str, temperature: float) -> Non
 
 
 def test_drafts_are_those_of_the_cpu() -> None:
+    """Graphs are replayed for many steps while other memory comes and goes: what they read must still be there."""
     params = SamplingParams(max_new_tokens=30)
     steps = [
         [

@@ -76,7 +76,7 @@ class FusedLayers:
         num_kv_heads = keys.shape[1]
         tiles = -(-inputs.count * (self.num_heads // num_kv_heads) // kernels.MAX_TILE)
         splits = kernels.choose_splits(inputs.num_requests, num_kv_heads, tiles, self.num_processors, inputs.context)
-        mixed = kernels.attend(q, keys, values, slots, starts, inputs.masks, splits)
+        mixed = kernels.attend(q, keys, values, slots, starts, inputs.masks, splits, inputs.context)
         return self.linear(mixed, attention.o_proj.weight)
 
     def mlp(self, mlp: MLP, x: Tensor) -> Parts:

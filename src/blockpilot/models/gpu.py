@@ -53,10 +53,20 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any = None) -> 
         for _ in range(WARM_UPS):
             run()
     torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        run()
-    return graph.replay
+    return _Graph(run, pool)
+
+
+class _Graph:
+    """A recorded function. It keeps the function, and with it every tensor that the recording reads."""
+
+    def __init__(self, run: Callable[[], None], pool: Any) -> None:
+        self._run = run
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            run()
+
+    def __call__(self) -> None:
+        self._graph.replay()
 
 
 def graph_pool(device: torch.device) -> Any:

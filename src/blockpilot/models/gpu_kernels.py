@@ -32,8 +32,6 @@ BLOCK_KEYS = 64
 MIN_TILE = 16  # the smallest tile the matrix units take
 MAX_TILE = 64
 MAX_SPLITS = 64
-ATTEND_STAGES = 2
-COMBINE_WARPS = 4
 CHUNK = 4096  # tokens of a row of logits that one program ranks
 MAX_PARTS = 12
 MAX_SKINNY = 64  # tokens up to which `linear` is used; the library's product is better beyond
@@ -392,11 +390,12 @@ class LinearPlan:
 def plan_linear(num_tokens: int, num_rows: int, size: int, num_processors: int) -> LinearPlan:
     """Tiles measured on an H200: about two programs for every processor; few rows are split over the inner size."""
     programs = -(-num_rows // 64)
-    depth = 128 if size >= 2048 or programs < 2 * num_processors else 64
-    splits = max(1, min(round(2 * num_processors / programs), size // (2 * depth), MAX_PARTS))
+    depth, stages = (128, 4) if size >= 1024 else (64, 6)
     if num_tokens > 16:
+        splits = max(1, min(round(1.5 * num_processors / programs), size // (2 * depth), MAX_PARTS))
         return LinearPlan(64, depth, splits, num_stages=3, ahead=4) if splits > 1 else LinearPlan(64, 64, 1, ahead=4)
-    return LinearPlan(64, depth, splits, ahead=4)
+    wanted = 1 if programs > 0.7 * num_processors else round(2 * num_processors / programs)
+    return LinearPlan(64, depth, max(1, min(wanted, size // (2 * depth), MAX_PARTS)), num_stages=stages, ahead=4)
 
 
 def linear(
@@ -425,10 +424,7 @@ def linear(
     return Parts(out, splits)
 
 
-def plan_gated(num_rows: int, num_processors: int) -> LinearPlan:
-    """A program takes as many rows of the gate and of the up projection."""
-    rows = 32 if num_rows >= 32 * num_processors else 16
-    return LinearPlan(rows, 128, 1, num_stages=4, ahead=4)
+GATED = LinearPlan(64, 64, 1, ahead=4)  # a program takes as many rows of the gate and of the up projection
 
 
 def gated_linear(x: Tensor, weight: Tensor, num_processors: int, plan: LinearPlan | None = None) -> Tensor:
@@ -437,7 +433,7 @@ def gated_linear(x: Tensor, weight: Tensor, num_processors: int, plan: LinearPla
     if num_tokens > MAX_SKINNY or x.dtype == torch.float32:
         return gate(Parts(F.linear(x, weight)), x.dtype)
     num_rows = len(weight) // 2
-    plan = plan or plan_gated(num_rows, num_processors)
+    plan = plan or GATED
     tokens = max(MIN_TILE, triton.next_power_of_2(num_tokens))
     out = torch.empty(num_tokens, num_rows, dtype=x.dtype, device=x.device)
     overlap = can_overlap(x.device)
@@ -471,7 +467,14 @@ def rotate_store(
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, starts: Tensor, masks: Tensor, num_splits: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    masks: Tensor,
+    num_splits: int,
+    context: int,
 ) -> Tensor:
     """Mixed values [N, H * D] of queries [N, H, D]; `masks` [N, words] marks the new rows that each token sees."""
     num_tokens, num_heads, dim = q.shape
@@ -486,18 +489,19 @@ def attend(
         partial = torch.empty(num_splits, num_rows, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(num_splits, num_rows, 2, dtype=torch.float32, device=q.device)
     pad = _pad(dim)
+    num_stages = 1 if context <= num_splits * BLOCK_KEYS else 2  # one block for each program, or a loop
     overlap = can_overlap(q.device)
     kernel: Any = _attend[(len(slots) * tiles, num_kv, num_splits)]
     kernel(
         q, keys, values, slots, starts, masks, out, partial, stats, dim**-0.5, keys.stride(0), capacity, num_rows,
         COUNT=count, HEADS=num_heads, GROUP=group, DIM=dim, PAD=pad, TILE=tile, BLOCK=BLOCK_KEYS, SPLITS=num_splits,
-        WORDS=masks.shape[1], IS_OVERLAPPED=overlap, num_warps=4, num_stages=ATTEND_STAGES, **_launch(overlap),
+        WORDS=masks.shape[1], IS_OVERLAPPED=overlap, num_warps=4, num_stages=num_stages, **_launch(overlap),
     )  # fmt: skip
     if num_splits > 1:
         merge: Any = _combine[(num_rows,)]
         merge(
             partial, stats, out, num_rows, DIM=dim, PAD=pad, SPLITS=num_splits, IS_OVERLAPPED=overlap,
-            num_warps=COMBINE_WARPS, **_launch(overlap),
+            num_warps=1, **_launch(overlap),
         )  # fmt: skip
     return out.view(num_tokens, num_heads * dim)
 
@@ -579,7 +583,7 @@ def move_rows(rows: Tensor, slots: Tensor, starts: Tensor, paths: Tensor, counts
 def choose_splits(num_requests: int, num_kv_heads: int, num_tiles: int, num_processors: int, context: int) -> int:
     """Enough programs to fill the device, a power of two, and no more than a context of that length can use."""
     wanted = max(1, 2 * num_processors // max(1, num_requests * num_kv_heads * num_tiles))
-    useful = triton.next_power_of_2(triton.cdiv(context, BLOCK_KEYS))
+    useful = triton.next_power_of_2(triton.cdiv(2 * context, BLOCK_KEYS))
     return max(1, min(MAX_SPLITS, useful, triton.next_power_of_2(wanted)))
 
 

@@ -58,8 +58,9 @@ class Kernels(Protocol):
     ) -> Tensor: ...  # fmt: skip
 
     def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, starts: Tensor, masks: Tensor, num_splits: int
-    ) -> Tensor: ...
+        self, q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, starts: Tensor, masks: Tensor, num_splits: int,
+        context: int,
+    ) -> Tensor: ...  # fmt: skip
 
     def add_norm(
         self, x: Tensor, delta: Parts | None, weight: Tensor, eps: float, convolution: Convolution | None = None
@@ -108,9 +109,19 @@ def rotate_store(
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, starts: Tensor, masks: Tensor, num_splits: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    masks: Tensor,
+    num_splits: int,
+    context: int,
 ) -> Tensor:
-    """Mixed values [N, H * D] of queries [N, H, D]; `masks` [N, words] marks the new rows that each token sees."""
+    """Mixed values [N, H * D] of queries [N, H, D]; `masks` [N, words] marks the new rows that each token sees.
+
+    `num_splits` and `context`, the length to expect, only tell a GPU how to spread the work.
+    """
     num_tokens, num_heads, _ = q.shape
     count, group = num_tokens // len(slots), num_heads // keys.shape[1]
     bits = torch.arange(count, device=q.device)

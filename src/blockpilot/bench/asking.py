@@ -62,6 +62,7 @@ class Asker:
     def warm_up(self, method: Method, prompts: Sequence[Prompt]) -> None:
         """Kernels are compiled, shapes prepared and step costs measured at first use."""
         llm = self.engines.of(method)
+        llm.prepare(len(prompts))
         params = SamplingParams(max_new_tokens=WARM_UP_TOKENS, temperature=self.config.temperature)
         llm.generate([encode_turn(llm.tokenizer, prompt, []) for prompt in prompts], params, pilot=method.pilot)
 

@@ -15,7 +15,7 @@ from blockpilot.core.tree import DraftTree
 from blockpilot.models.fused import PassInputs
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-CONTEXTS = (512, 2048, 8192)
+CONTEXTS = (2048, 1 << 30)  # how long slots are, roughly: long ones are read by more programs
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 129)
 WORD = 32
 
@@ -26,7 +26,7 @@ def round_up(value: int, steps: Sequence[int]) -> int:
 
 
 def context_class(lengths: Sequence[int]) -> int:
-    return round_up(max(lengths), (*CONTEXTS, 1 << 20))
+    return round_up(max(lengths), CONTEXTS)
 
 
 class Staging:

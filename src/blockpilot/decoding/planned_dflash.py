@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockpilot.cache.pass_plan import REQUESTS, PassPlan, Staging, context_class, round_up
+from blockpilot.cache.pass_plan import CONTEXTS, REQUESTS, PassPlan, Staging, context_class, round_up
 from blockpilot.core.candidates import Candidates
 from blockpilot.core.config import MAX_BLOCK_SIZE
 from blockpilot.decoding.dflash_drafter import DFlashDrafter, Ranking
@@ -42,6 +42,18 @@ class PlannedDFlashDrafter(DFlashDrafter):
         self._pool = graph_pool(self.device)
         self._drafts: dict[tuple[int, int, int, int], DraftPass] = {}
         self._views: dict[tuple[int, int, int], tuple[Staging, Callable[[], None]]] = {}
+
+    @torch.inference_mode()
+    def prepare(self, num_requests: int, taps: Tensor) -> None:
+        """Record drafts of the usual sizes, and observing from the target's buffer."""
+        rounded = round_up(num_requests, REQUESTS)
+        for count in sorted({4, 8, 16, self.block_size}):
+            for width in (1, MAX_CANDIDATES):
+                if rounded * count <= MAX_ROWS:
+                    self._draft(rounded, count, CONTEXTS[0], width)
+        for count in COUNTS:
+            if rounded * count <= MAX_ROWS:
+                self._view(taps, rounded, count)
 
     @torch.inference_mode()
     def observe(self, observations: Sequence[Observation]) -> None:

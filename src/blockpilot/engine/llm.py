@@ -19,6 +19,7 @@ from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import Drafter
+from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
 from blockpilot.engine.assemble import build_drafter, build_runner
 from blockpilot.engine.engine import Engine, Update
 from blockpilot.engine.profile import ensure_costs, profile_key, read_profile
@@ -85,6 +86,13 @@ class LLM:
         if self._costs is None:
             self._costs = ensure_costs(self)
         return self._costs
+
+    def prepare(self, batch_size: int = 1) -> None:
+        """Record a GPU's passes for steps of that many requests now, not when they first occur. Elsewhere no work."""
+        drafter = self.drafter
+        taps = self.engine.runner.prepare(batch_size, drafter.tap_layers if drafter else ())
+        if isinstance(drafter, PlannedDFlashDrafter) and taps is not None:
+            drafter.prepare(batch_size, taps)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a collection of texts too; the first match wins

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Collection
 import torch
 from torch import Tensor
 
-from blockpilot.cache.pass_plan import COUNTS, REQUESTS, PassPlan, Staging, context_class, round_up
+from blockpilot.cache.pass_plan import CONTEXTS, COUNTS, REQUESTS, PassPlan, Staging, context_class, round_up
 from blockpilot.cache.slots import is_contiguous
 from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.tree import DraftTree
@@ -40,6 +40,16 @@ class PlannedRunner(TargetRunner):
         self._best = torch.empty(self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._passes: dict[tuple[int, int, int, tuple[int, ...]], tuple[PassPlan, Callable[[], None]]] = {}
         self._moves: dict[int, tuple[Staging, Callable[[], None]]] = {}
+
+    @torch.inference_mode()
+    def prepare(self, num_requests: int, tap_layers: Collection[int]) -> Tensor | None:
+        """Record the checks of all sizes for short contexts; others are recorded when they first occur."""
+        rounded = round_up(num_requests, REQUESTS)
+        for count in COUNTS:
+            if rounded * count <= self.max_rows:
+                self._pass(rounded, count, CONTEXTS[0], tuple(tap_layers))
+        self._move(rounded)
+        return self._taps.get(tuple(tap_layers))
 
     @torch.inference_mode()
     def verify(self, trees: Collection[tuple[int, DraftTree]], tap_layers: Collection[int]) -> PassResult:

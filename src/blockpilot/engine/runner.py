@@ -52,6 +52,10 @@ class TargetRunner:
             num_spare=num_spare,
         )
 
+    def prepare(self, num_requests: int, tap_layers: Collection[int]) -> Tensor | None:
+        """Get ready for steps of that many requests. Where results lie in buffers that stay: the taps' buffer."""
+        return None
+
     @torch.inference_mode()
     def prefill(self, chunks: Collection[tuple[int, list[int]]], tap_layers: Collection[int]) -> PassResult:
         """Append prompt chunks (slot, token ids); logits of each chunk's last token."""

@@ -583,7 +583,7 @@ def move_rows(rows: Tensor, slots: Tensor, starts: Tensor, paths: Tensor, counts
 def choose_splits(num_requests: int, num_kv_heads: int, num_tiles: int, num_processors: int, context: int) -> int:
     """Enough programs to fill the device, a power of two, and no more than a context of that length can use."""
     wanted = max(1, 2 * num_processors // max(1, num_requests * num_kv_heads * num_tiles))
-    useful = triton.next_power_of_2(triton.cdiv(2 * context, BLOCK_KEYS))
+    useful = triton.next_power_of_2(triton.cdiv(context, BLOCK_KEYS))
     return max(1, min(MAX_SPLITS, useful, triton.next_power_of_2(wanted)))
 
 

@@ -89,3 +89,14 @@ def test_head_sizes_that_are_not_fused(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setattr(gpu, "has_triton", lambda: True)
     assert gpu.can_fuse(torch.device("cuda"), 128) and not gpu.can_fuse(torch.device("cuda"), 512)
     assert "heads of size 512" in caplog.text
+
+
+def test_prepared_passes_are_those_that_decoding_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = make_planned(monkeypatch, "llama", drafter=make_dflash())
+    runner, drafter = planned.engine.runner, planned.drafter
+    assert isinstance(runner, PlannedRunner) and isinstance(drafter, PlannedDFlashDrafter)
+    planned.prepare()
+    recorded = set(runner._passes), set(drafter._drafts), set(drafter._views), set(runner._moves)
+    for pilot in ("fixed:8", "tree:15", "tree:70"):
+        planned.generate("abcabcab", SamplingParams(max_new_tokens=30), pilot=pilot, is_raw=True)
+    assert (set(runner._passes), set(drafter._drafts), set(drafter._views), set(runner._moves)) == recorded

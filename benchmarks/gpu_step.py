@@ -26,7 +26,7 @@ from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest
 from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
 from blockpilot.engine.planned_runner import MAX_ROWS, PlannedRunner
-from blockpilot.models.config import DecoderConfig, RopeConfig
+from blockpilot.models.config import DecoderConfig, MoeConfig, RopeConfig
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash, DFlashConfig
 
@@ -34,8 +34,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {"hidden": 576, "ffn": 1536, "layers": 30, "heads": 9, "kv": 3, "dim": 64, "vocab": 49152},
     "qwen3-4b": {"hidden": 2560, "ffn": 9728, "layers": 36, "heads": 32, "kv": 8, "dim": 128, "vocab": 151936},
     "qwen3-8b": {"hidden": 4096, "ffn": 12288, "layers": 36, "heads": 32, "kv": 8, "dim": 128, "vocab": 151936},
+    "qwen3-coder-30b-a3b": {
+        "hidden": 2048,
+        "ffn": 6144,
+        "layers": 48,
+        "heads": 32,
+        "kv": 4,
+        "dim": 128,
+        "vocab": 151936,
+    },
     "llama-3.1-8b": {"hidden": 4096, "ffn": 14336, "layers": 32, "heads": 32, "kv": 8, "dim": 128, "vocab": 128256},
 }
+EXPERTS = {"qwen3-coder-30b-a3b": MoeConfig(num_experts=128, num_active=8, intermediate_size=768, is_normalized=True)}
 LLAMAS = ("smollm2-135m", "llama-3.1-8b")
 TIED = ("smollm2-135m", "qwen3-4b")
 DRAFT_LAYERS = 5
@@ -98,7 +108,8 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rate:
                 if batch * count > MAX_ROWS:
                     continue
                 trees = [(slot, DraftTree.chain(1, list(range(count - 1)))) for slot in slots]
-                floor = (weights + batch * (context + count) * kv) / rate * 1e3
+                idle = idle_bytes(config, batch * count, dtype)
+                floor = (weights - idle + batch * (context + count) * kv) / rate * 1e3
                 row = time_both(partial(runner.verify, trees, ()), arguments.repeats)
                 yield {"work": "verify", **place, "tokens": count, **row, **against(floor, row)}
             draft_weights = weight_bytes(drafter_model) + decoder.lm_head.weight.nbytes
@@ -154,7 +165,7 @@ def device_ms(run: Callable[[], object], repeats: int) -> float:
 def make_config(name: str, num_layers: int | None = None) -> DecoderConfig:
     shape = SHAPES[name]
     return DecoderConfig(
-        architecture="llama" if name in LLAMAS else "qwen3",
+        architecture="llama" if name in LLAMAS else "qwen3_moe" if name in EXPERTS else "qwen3",
         vocab_size=shape["vocab"],
         hidden_size=shape["hidden"],
         intermediate_size=shape["ffn"],
@@ -166,6 +177,7 @@ def make_config(name: str, num_layers: int | None = None) -> DecoderConfig:
         context_length=32768,
         rope=RopeConfig(theta=1e6),
         is_tied=name in TIED,
+        moe=EXPERTS.get(name),
     )
 
 
@@ -181,7 +193,7 @@ def make_drafter(config: DecoderConfig, dtype: torch.dtype) -> DFlash:
     """Plain DFlash of the public shape: five layers as wide as the target's, five taps, the target's head."""
     taps = tuple(round(1 + index * (config.num_layers - 4) / 4) for index in range(5))
     draft = DFlashConfig(
-        layers=replace(config, architecture="qwen3", num_layers=DRAFT_LAYERS),
+        layers=replace(config, architecture="qwen3", num_layers=DRAFT_LAYERS, moe=None),
         block_size=16,
         mask_token_id=0,
         tap_layers=taps,
@@ -212,6 +224,15 @@ def weight_bytes(model: torch.nn.Module, *, with_embedding: bool = False) -> int
         for name, parameter in model.named_parameters()
         if with_embedding or not name.startswith("embed_tokens")
     )
+
+
+def idle_bytes(config: DecoderConfig, num_tokens: int, dtype: torch.dtype) -> float:
+    """Weights of experts that no token is expected to choose, if all are alike."""
+    if config.moe is None:
+        return 0.0
+    unused = (1 - config.moe.num_active / config.moe.num_experts) ** num_tokens
+    expert = 3 * config.hidden_size * config.moe.intermediate_size * dtype.itemsize
+    return unused * config.moe.num_experts * expert * config.num_layers
 
 
 def time_peer(

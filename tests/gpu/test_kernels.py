@@ -111,6 +111,19 @@ def test_linear(kernels, dtype: torch.dtype, num_tokens: int, size: int, num_row
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_normalized", [False, True])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "num_active"), [(1, 8, 2), (16, 20, 3), (40, 128, 8), (5, 4, 1)])
+def test_routed_experts(  # type: ignore[no-untyped-def]
+    kernels, dtype, is_normalized, num_tokens, num_experts, num_active
+) -> None:
+    torch.manual_seed(0)
+    x, logits = random(num_tokens, 96, dtype=dtype), Parts(random(2, num_tokens, num_experts), 2)
+    gate_up, down = random(num_experts, 2 * 80, 96, dtype=dtype) / 10, random(num_experts, 96, 80, dtype=dtype) / 9
+    given = (x, logits, gate_up, down, num_active, is_normalized)
+    assert_close(kernels.routed_mlp(*given).total, reference.routed_mlp(*given).total, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_stored_and_moved(kernels, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     rows, slots, starts = random(3, 2, 4, 2, 40, 16, dtype=dtype), integers(1, 3), integers(4, 7)

@@ -19,6 +19,7 @@ from blockpilot.models.fused import FusedDecoder
 from blockpilot.models.gpu import capture, check_memory, graph_pool, wait_for
 
 MAX_ROWS = 1024  # tokens of all requests in one planned pass
+MAX_ROUTED_ROWS = 64  # the same where experts are routed: every program looks at all of them
 
 
 class PlannedRunner(TargetRunner):
@@ -31,7 +32,8 @@ class PlannedRunner(TargetRunner):
         )
         config = decoder.config
         self.fused = FusedDecoder(decoder, self.cache.rows)
-        self.max_rows = min(MAX_ROWS, round_up(num_slots, REQUESTS) * COUNTS[-1])
+        most = MAX_ROWS if config.moe is None else MAX_ROUTED_ROWS
+        self.max_rows = min(most, round_up(num_slots, REQUESTS) * COUNTS[-1])
         self._spare_slot = num_slots
         self._pool = graph_pool(device)
         self._logits = torch.empty(self.max_rows, config.vocab_size, dtype=dtype, device=device)

@@ -10,13 +10,13 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import BlockConvolution, DFlash, DraftLayer
 from blockpilot.models.gpu import fused_kernels
 from blockpilot.models.kernels_reference import Convolution, Kernels, Parts
-from blockpilot.models.layers import MLP, Attention, DecoderLayer, RMSNorm, Rotary
+from blockpilot.models.layers import MLP, Attention, DecoderLayer, MoE, RMSNorm, Rotary
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,9 @@ class FusedDecoder:
     def __init__(self, decoder: Decoder, rows: Tensor) -> None:
         self.decoder = decoder
         self.layers = FusedLayers(rows, decoder.rotary, decoder.config.num_heads)
+        self.experts = {  # by layer
+            index: stack_experts(layer.mlp) for index, layer in enumerate(decoder.layers) if isinstance(layer.mlp, MoE)
+        }
 
     def forward(self, inputs: PassInputs, tap_layers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden states [N, H] before and after the final norm, and taps as `Decoder.forward` gives them."""
@@ -119,7 +122,24 @@ class FusedDecoder:
         return self.layers.whole(normed, self.decoder.lm_head.weight, out)
 
     def _mlp(self, layer: DecoderLayer, x: Tensor) -> Parts:
-        return self.layers.mlp(layer.mlp, x) if isinstance(layer.mlp, MLP) else Parts(layer.mlp(x), 1)
+        if isinstance(layer.mlp, MLP):
+            return self.layers.mlp(layer.mlp, x)
+        moe = cast(MoE, layer.mlp)
+        logits = self.layers.linear(x, moe.gate.weight)
+        gate_up, down = self.experts[layer.self_attn.index]
+        return self.layers.kernels.routed_mlp(x, logits, gate_up, down, moe.num_active, moe.is_normalized)
+
+
+def stack_experts(moe: MoE) -> tuple[Tensor, Tensor]:
+    """The experts' weights as two tensors, [experts, 2 * F, H] and [experts, H, F]; the experts become their views."""
+    experts = [cast(MLP, expert) for expert in moe.experts]
+    stacked = []
+    for name in ("gate_up_proj", "down_proj"):
+        weights = torch.stack([getattr(expert, name).weight.detach() for expert in experts])
+        for expert, weight in zip(experts, weights, strict=True):
+            getattr(expert, name).weight = nn.Parameter(weight, requires_grad=False)
+        stacked.append(weights)
+    return stacked[0], stacked[1]
 
 
 class FusedDFlash:

@@ -72,6 +72,10 @@ class Kernels(Protocol):
 
     def gated_linear(self, x: Tensor, weight: Tensor, num_processors: int) -> Tensor: ...
 
+    def routed_mlp(
+        self, x: Tensor, logits: Parts, gate_up: Tensor, down: Tensor, num_active: int, is_normalized: bool
+    ) -> Parts: ...
+
     def store_context(
         self, projected: Parts, positions: Tensor, table: tuple[Tensor, Tensor], weights: Tensor, eps: float,
         rows: Tensor, slots: Tensor, starts: Tensor,
@@ -155,6 +159,19 @@ def convolve(x: Tensor, convolution: Convolution) -> Tensor:
 def gated_linear(x: Tensor, weight: Tensor, num_processors: int) -> Tensor:
     """silu(gate) * up of x [N, size] and the stacked rows [2 * rows, size] of the two projections."""
     return gate(Parts(F.linear(x, weight)), x.dtype)
+
+
+def routed_mlp(x: Tensor, logits: Parts, gate_up: Tensor, down: Tensor, num_active: int, is_normalized: bool) -> Parts:
+    """Each token through its best experts: gate_up [experts, 2 * F, H], down [experts, H, F]."""
+    shares, chosen = logits.total.float().softmax(dim=-1).topk(num_active, dim=-1)  # [N, A]
+    if is_normalized:
+        shares = shares / shares.sum(dim=-1, keepdim=True)
+    parts = torch.zeros(num_active, len(x), down.shape[1], dtype=torch.float32, device=x.device)
+    for expert in chosen.unique().tolist():
+        rows, ranks = (chosen == expert).nonzero(as_tuple=True)
+        made = F.linear(gated_linear(x[rows], gate_up[expert], 0), down[expert]).float()
+        parts[ranks, rows] = made * shares[rows, ranks, None]
+    return Parts(parts, num_active) if num_active > 1 else Parts(parts[0])
 
 
 def gate(gate_up: Parts, dtype: torch.dtype) -> Tensor:

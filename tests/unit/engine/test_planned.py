@@ -18,13 +18,14 @@ PILOTS = ["ar", "fixed:4", "tree:15", "tree:70"]
 
 def make_planned(monkeypatch: pytest.MonkeyPatch, name: str, **options: object) -> LLM:
     monkeypatch.setattr(assemble, "can_fuse", lambda device, head_dim: True)
+    monkeypatch.setattr(assemble, "PLANS_ROUTED", True)
     llm = make_llm(name, **options)
     monkeypatch.undo()
     return llm
 
 
 @pytest.mark.parametrize("is_second", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
 def test_planned_passes_decode_as_unplanned_ones_do(
     monkeypatch: pytest.MonkeyPatch, name: str, is_second: bool
 ) -> None:

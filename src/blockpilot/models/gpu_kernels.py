@@ -525,8 +525,8 @@ def gated_linear(x: Tensor, weight: Tensor, num_processors: int, plan: LinearPla
 def routed_mlp(x: Tensor, logits: Parts, gate_up: Tensor, down: Tensor, num_active: int, is_normalized: bool) -> Parts:
     """Each token through its best experts: gate_up [experts, 2 * F, H], down [experts, H, F].
 
-    Only experts that were chosen are read. A program takes rows of one chosen expert for all tokens at once, so no weight is read twice. What the experts of a
-    token yield are parts of the sum.
+    Only experts that were chosen are read. A program takes rows of one of them for all tokens at once, so no weight is
+    read twice. What the experts of a token yield are parts of the sum.
     """
     num_tokens, size = x.shape
     num_experts, num_rows, inner = down.shape

@@ -109,11 +109,9 @@ class PassPlan:
 
     def _mark(self, row: int, seen: Sequence[int]) -> None:
         """Bit i of a token's mask: it sees the request's new row i. Tokens that round up see the first."""
-        if self._masks.shape[2] == 1:
-            self._masks[row, : len(seen), 0] = seen
-            return
-        for word in range(self._masks.shape[2]):
-            self._masks[row, : len(seen), word] = [(bits >> WORD * word) & 0xFFFFFFFF for bits in seen]
+        num_bytes = self._masks.shape[2] * WORD // 8
+        packed = b"".join([bits.to_bytes(num_bytes, "little") for bits in seen])
+        self._masks[row, : len(seen)] = np.frombuffer(packed, dtype="<u4").reshape(len(seen), -1)
 
 
 def _ancestors(tree: DraftTree) -> list[int]:

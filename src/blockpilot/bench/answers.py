@@ -85,6 +85,11 @@ class AnswersFile:
                 os.fsync(file.fileno())
         self.answers += answers
 
+    def sort(self, keys: Sequence[RoundKey]) -> None:
+        """Into the order of these rounds, in memory: workers may have finished them in another."""
+        places = {key: place for place, key in enumerate(keys)}
+        self.answers.sort(key=lambda answer: places[answer.round_key])
+
     def drop_task(self, task: str) -> None:
         """A task that could not be finished has no results, in memory; its lines stay."""
         self.answers = [answer for answer in self.answers if answer.task != task]

@@ -2,12 +2,13 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from blockpilot.bench.answers import AnswersFile
+from blockpilot.bench.answers import Answer, AnswersFile
 from blockpilot.bench.asking import Asker, Round
 from blockpilot.bench.estimate import format_duration
 from blockpilot.bench.methods import Method
@@ -41,9 +42,11 @@ class Progress:
         self.report(f"{what} ({format_duration(pace * (self.total - self.done))} left)", self.done, self.total)
 
 
-class Measurer:
-    def __init__(self, asker: Asker, progress: Progress, seed: int) -> None:
-        self.asker, self.progress, self.seed = asker, progress, seed
+class Measurer(ABC):
+    """What a file of answers lacks is measured; where and by whom is up to the kind of measurer."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
         self.left_out: dict[str, str] = {}  # task -> why it has no results
 
     def measure(self, rounds: Sequence[Round], methods: Sequence[Method], path: Path) -> AnswersFile:
@@ -51,44 +54,65 @@ class Measurer:
         file = AnswersFile(path)
         file.drop_incomplete({work.key: work.num_answers * len(methods) for work in rounds})
         done = file.rounds
-        if any(work.key not in done for work in rounds):
-            self._warm_up(methods, rounds[0])
-            self.progress.start()
+        todo = [work for work in rounds if work.key not in done]
+        self.progress.skip(sum(work.num_answers for work in rounds if work.key in done) * len(methods))
+        if todo:
+            self.measure_rounds(todo, methods, file)
+        for task in self.left_out:
+            file.drop_task(task)
+        file.sort([work.key for work in rounds])
+        return file
+
+    @abstractmethod
+    def measure_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], file: AnswersFile) -> None:
+        """Append the answers of all methods to each of these rounds, and note tasks that do not fit into memory."""
+
+    def leave_out(self, task: str, reason: str) -> None:
+        self.left_out[task] = reason
+        logger.warning("task %s is left out, %s", task, reason)
+
+
+class LocalMeasurer(Measurer):
+    def __init__(self, asker: Asker, progress: Progress, seed: int) -> None:
+        super().__init__(progress)
+        self.asker, self.seed = asker, seed
+
+    def measure_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], file: AnswersFile) -> None:
+        self.warm_up(methods, rounds[0])
+        self.progress.start()
         for work in rounds:
-            if work.key in done or work.task in self.left_out:
+            if work.task in self.left_out:
                 self.progress.skip(work.num_answers * len(methods))
                 continue
             try:
-                self._measure_round(work, methods, file)
+                for answers in self.answer_round(work, methods):
+                    file.append(answers)
+                    self.progress.advance(f"{work.task}, {answers[0].method}", len(answers))
             except (RuntimeError, MemoryError) as error:
-                self._leave_out(work.task, error)
-        for task in self.left_out:
-            file.drop_task(task)
-        return file
+                self.leave_out(work.task, explain_shortage(error))
 
-    def _warm_up(self, methods: Sequence[Method], work: Round) -> None:
+    def warm_up(self, methods: Sequence[Method], work: Round) -> None:
         """Where memory is short already, the rounds will tell which task does not fit."""
         for method in methods:
             self.progress.prepare(f"warming up {method.name}")
             try:
                 self.asker.warm_up(method, work.prompts)
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
+                explain_shortage(error)
 
-    def _measure_round(self, work: Round, methods: Sequence[Method], file: AnswersFile) -> None:
+    def answer_round(self, work: Round, methods: Sequence[Method]) -> Iterator[list[Answer]]:
+        """The answers of one method after the other."""
         for method in work.shuffle(methods, self.seed):
-            answers = self.asker.ask(work, method)
-            file.append(answers)
-            self.progress.advance(f"{work.task}, {method.name}", len(answers))
+            yield self.asker.ask(work, method)
 
-    def _leave_out(self, task: str, error: RuntimeError | MemoryError) -> None:
-        if not is_out_of_memory(error):
-            raise error
-        self.left_out[task] = f"out of memory: {' '.join(str(error).split())[:200]}"
-        logger.warning("task %s is left out, %s", task, self.left_out[task])
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+
+def explain_shortage(error: RuntimeError | MemoryError) -> str:
+    """One line about memory that ran out, which is given back where it can be; any other error is raised again."""
+    if not is_out_of_memory(error):
+        raise error
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return f"out of memory: {' '.join(str(error).split())[:200]}"
 
 
 def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:

@@ -14,36 +14,17 @@ from typing import Any
 
 from blockpilot.bench import manifest as manifests
 from blockpilot.bench.answers import Answer, select
-from blockpilot.bench.asking import Asker
-from blockpilot.bench.audit import Place, find_differences
-from blockpilot.bench.config import BEST_FIXED_SIZES, BenchConfig
-from blockpilot.bench.engines import DrafterSpec, Engines
-from blockpilot.bench.measuring import Measurer, Progress, Report
+from blockpilot.bench.audit import Place
+from blockpilot.bench.config import BEST_FIXED_SIZES
+from blockpilot.bench.measuring import Progress, Report
 from blockpilot.bench.methods import ADAPTIVE, BEST_FIXED, Method, fixed_method
-from blockpilot.bench.plan import Fit, fit_prompts, plan_calibration, plan_rounds
+from blockpilot.bench.plan import plan_calibration, plan_rounds
 from blockpilot.bench.rows import Row, RowFacts, build_rows
-from blockpilot.bench.samples import pick_samples
 from blockpilot.bench.scoring import Scorer
+from blockpilot.bench.site import BenchSetup, LocalSite, Site
 from blockpilot.bench.statistics import add_up
-from blockpilot.bench.tasks import TaskPrompts
-from blockpilot.core.config import EngineConfig
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
-from blockpilot.models.loading import LoadedTarget
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchSetup:
-    config: BenchConfig
-    methods: tuple[Method, ...]
-    tasks: tuple[TaskPrompts, ...]
-    target: LoadedTarget
-    drafters: Mapping[str, DrafterSpec]  # by kind: dflash, eagle3, ngram
-    device: str = "cpu"
-    dtype: str = "float32"
-    linear_backend: str = "auto"
-    costs: Path | None = None  # step costs for the pilots of the DFlash drafter
-    is_code_scored: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,31 +35,31 @@ class BenchResult:
 
 def run_bench(setup: BenchSetup, out: Path, report: Report) -> BenchResult:
     """Measure everything that `out` does not hold yet, and write the results."""
-    return BenchRun(setup, out, report).run()
+    return BenchRun(setup, LocalSite(setup), out, report).run()
 
 
 class BenchRun:
-    def __init__(self, setup: BenchSetup, out: Path, report: Report) -> None:
-        self.setup, self.out, self.config = setup, out, setup.config
-        context_length = setup.target.decoder.config.context_length
-        self.fit = fit_prompts(setup.tasks, setup.target.tokenizer, setup.config, context_length)
-        self.engines = Engines.build(setup.target, setup.drafters, _engine_config(setup, self.fit), setup.costs)
-        description = manifests.describe_run(setup.config, setup.methods, self.fit.tasks, self.engines, setup.drafters)
-        self.manifest = manifests.open_run(out, description)
+    """Leads a run: what needs models is asked of the site."""
+
+    def __init__(self, setup: BenchSetup, site: Site, out: Path, report: Report) -> None:
+        self.setup, self.site, self.out, self.config = setup, site, out, setup.config
+        self.fit = site.fit
+        self.manifest = manifests.open_run(out, site.description)
         self.has_choice = BEST_FIXED in setup.config.methods
         self.choosing = plan_calibration(self.fit.tasks, setup.config) if self.has_choice else []
         self.rounds = plan_rounds(self.fit.tasks, setup.config)
         total = sum(work.num_answers for work in self.choosing) * len(BEST_FIXED_SIZES)
         total += sum(work.num_answers for work in self.rounds) * len(setup.methods)
-        self.measurer = Measurer(Asker(self.engines, setup.config), Progress(report, total), setup.config.seed)
+        self.measurer = site.make_measurer(Progress(report, total))
 
     def run(self) -> BenchResult:
-        methods = self._choose_best_fixed() if self.has_choice else self.setup.methods
-        answers = self.measurer.measure(self.rounds, methods, self.out / "answers.jsonl").answers
+        answers = self.measurer.measure(self.rounds, self.choose_methods(), self.out / "answers.jsonl").answers
         return self._conclude(answers)
 
-    def _choose_best_fixed(self) -> tuple[Method, ...]:
+    def choose_methods(self) -> tuple[Method, ...]:
         """The methods, with best-fixed at the size that was fastest on calibration prompts of all tasks together."""
+        if not self.has_choice:
+            return self.setup.methods
         if not self.choosing:
             raise InputError("best-fixed is chosen on calibration prompts, and these files hold none that fits")
         sizes = [fixed_method(size) for size in BEST_FIXED_SIZES]
@@ -107,7 +88,7 @@ class BenchRun:
             for task in tasks
             for place, prompt in enumerate(task.prompts)
         }
-        differences = find_differences(answers, places, self.engines.plain, self.config)
+        differences = self.site.find_differences(answers, places)
         scores = Scorer(places, is_code_scored=self.setup.is_code_scored).score(answers)
         facts = RowFacts(
             model=self.manifest["target"],
@@ -124,22 +105,11 @@ class BenchRun:
             "prompts_too_long": self.fit.num_left_out,
         }
         if any(method.pilot in ADAPTIVE for method in self.setup.methods):  # they weigh steps by these
-            self.manifest["sessions"][-1]["step_costs"] = self.engines.llms["dflash"].costs.to_dict()
+            self.manifest["sessions"][-1]["step_costs"] = self.site.step_costs()
         _write_lines(self.out / "rows.jsonl", rows)
-        _write_lines(self.out / "samples.jsonl", pick_samples(answers, tasks, self.setup.target.tokenizer))
+        _write_lines(self.out / "samples.jsonl", self.site.pick_samples(answers, tasks))
         manifests.write(self.out, self.manifest)
         return BenchResult(rows, self.manifest)
-
-
-def _engine_config(setup: BenchSetup, fit: Fit) -> EngineConfig:
-    return EngineConfig(
-        device=setup.device,
-        dtype=setup.dtype,
-        num_slots=setup.config.concurrency,
-        token_budget=fit.token_budget(setup.config.concurrency),
-        context_length=fit.context_length,
-        linear_backend=setup.linear_backend,
-    )
 
 
 def _rates(answers: Sequence[Answer]) -> dict[int, float]:

@@ -21,12 +21,14 @@ from blockpilot.bench.config import (
 from blockpilot.bench.tasks import TASKS, TaskPrompts, default_tasks, read_file, read_task
 from blockpilot.cli.bench_table import print_table
 from blockpilot.cli.console import print_json, print_note, show_counted, show_progress
+from blockpilot.cli.ray_options import add_ray_arguments, check_ray, cluster_options
 from blockpilot.core.config import EngineConfig
 from blockpilot.core.errors import InputError
 
 if TYPE_CHECKING:
     from blockpilot.bench.methods import Method
     from blockpilot.bench.run import BenchResult
+    from blockpilot.bench.site import BenchSetup
 
 DEFAULT_TARGET = "smollm2-135m"
 DEFAULTS = BenchConfig(tasks=("-",), methods=("ar",))
@@ -43,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object: rows and manifest")
     _add_work_arguments(parser.add_argument_group("what to measure"))
     _add_model_arguments(parser.add_argument_group("model"))
+    add_ray_arguments(parser.add_argument_group("several devices"))
 
 
 def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
@@ -91,6 +94,7 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from blockpilot.bench.methods import choose_drafters
 
+    check_ray(arguments)
     dtype = arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
     EngineConfig(device=arguments.device, dtype=dtype)
     methods = _choose_methods(arguments)
@@ -100,33 +104,50 @@ def run(arguments: argparse.Namespace) -> int:
     drafters = choose_drafters(methods, arguments.target, given)
     if arguments.dry_run:
         return _print_plan(arguments, config, tasks)
-    out = arguments.out or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}"
-    with show_progress(f"loading {arguments.target}") as progress:
-        import torch
+    from blockpilot.bench.site import BenchSetup
 
-        from blockpilot.bench.run import BenchSetup, run_bench
-        from blockpilot.models.loading import load_target
-
-        target = load_target(arguments.target, getattr(torch, dtype), progress)
     setup = BenchSetup(
         config=config,
         methods=methods,
         tasks=tasks,
-        target=target,
+        target=arguments.target,
         drafters=drafters,
         device=arguments.device,
         dtype=dtype,
         costs=arguments.profile,
         is_code_scored=arguments.score_code,
     )
+    out = arguments.out or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}"
+    work = _bench_here if arguments.ray is None else _bench_on_ray
     try:
-        with show_counted("answers") as report:
-            result = run_bench(setup, out, report)
+        result = work(arguments, setup, out)
     except KeyboardInterrupt:
         print_note(f"what was measured is kept: the same command with --out {out} goes on")
         raise
     _print_result(result, out, is_json=arguments.json)
     return 0
+
+
+def _bench_here(arguments: argparse.Namespace, setup: "BenchSetup", out: Path) -> "BenchResult":
+    with show_progress(f"loading {arguments.target}") as progress:
+        import torch
+
+        from blockpilot.bench.run import run_bench
+        from blockpilot.models.loading import load_target
+
+        target = load_target(arguments.target, getattr(torch, setup.dtype), progress)
+    with show_counted("answers") as report:
+        return run_bench(dataclasses.replace(setup, target=target), out, report)
+
+
+def _bench_on_ray(arguments: argparse.Namespace, setup: "BenchSetup", out: Path) -> "BenchResult":
+    from blockpilot.integrations.ray.bench import bench_on_ray
+
+    options = cluster_options(arguments)
+    if options.device_type == "cpu":
+        print_note("workers that share a CPU slow each other down: timings compare only with one worker per machine")
+    with show_counted("answers") as report:
+        return bench_on_ray(setup, options, out=out, report=report)
 
 
 def _choose_methods(arguments: argparse.Namespace) -> "tuple[Method, ...]":

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockpilot.cli.console import print_json, show_progress
+from blockpilot.cli.ray_options import add_ray_arguments, check_ray, cluster_options
 from blockpilot.cli.synthesize import ProgressLines
 from blockpilot.core.config import EngineConfig
 from blockpilot.core.errors import InputError
-from blockpilot.text.prompts import Prompt, read_prompts
+from blockpilot.text.prompts import read_prompts
 
 if TYPE_CHECKING:
-    from blockpilot.engine.llm import LLM
-    from blockpilot.replay.config import CollectConfig, ReplayRequest
+    from blockpilot.replay.collect import PlacedPrompt
+    from blockpilot.replay.config import CollectConfig
+    from blockpilot.replay.trace_files import TraceSet
 
 DEFAULT_TARGET = "smollm2-135m"
 NO_DFLASH = ("ngram", "none")
@@ -51,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     _add_model_arguments(parser.add_argument_group("model"))
     _add_record_arguments(parser.add_argument_group("record"))
+    add_ray_arguments(parser.add_argument_group("several devices"))
 
 
 def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
@@ -81,20 +84,52 @@ def _add_record_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    check_ray(arguments)
     config, engine_config = _build_config(arguments), _build_engine_config(arguments)
     drafter = _choose_drafter(arguments.drafter, arguments.target)
     chosen = _choose_prompts(arguments)
+    work = _collect_here if arguments.ray is None else _collect_on_ray
+    traces = work(arguments, config, engine_config, drafter, chosen)
+    _print_result(arguments, traces.manifest)
+    return 0
+
+
+def _collect_here(
+    arguments: argparse.Namespace,
+    config: "CollectConfig",
+    engine_config: EngineConfig,
+    drafter: str,
+    chosen: "list[PlacedPrompt]",
+) -> "TraceSet":
     with show_progress(f"loading {arguments.target}") as progress:
         from blockpilot.engine.llm import LLM
-        from blockpilot.replay.collect import collect, require_dflash
+        from blockpilot.replay.collect import collect, encode_requests, require_dflash
 
         llm = LLM(arguments.target, drafter=drafter, pilot="ar", config=engine_config, progress=progress)
     require_dflash(llm)
-    requests = _encode(llm, chosen, config.seed)
+    requests = encode_requests(llm, chosen, config.seed)
     source = _describe_source(arguments, drafter)
-    traces = collect(llm, requests, config, out=arguments.out, report=ProgressLines(), source=source)
-    _print_result(arguments, traces.manifest)
-    return 0
+    return collect(llm, requests, config, out=arguments.out, report=ProgressLines(), source=source)
+
+
+def _collect_on_ray(
+    arguments: argparse.Namespace,
+    config: "CollectConfig",
+    engine_config: EngineConfig,
+    drafter: str,
+    chosen: "list[PlacedPrompt]",
+) -> "TraceSet":
+    from blockpilot.integrations.ray.collect import CollectJob, collect_on_ray
+
+    job = CollectJob(
+        target=arguments.target,
+        drafter=drafter,
+        engine=engine_config,
+        prompts=chosen,
+        config=config,
+        source=_describe_source(arguments, drafter),
+    )
+    return collect_on_ray(job, cluster_options(arguments), out=arguments.out, report=ProgressLines())
 
 
 def _print_result(arguments: argparse.Namespace, manifest: dict[str, Any]) -> None:
@@ -163,7 +198,7 @@ def _choose_drafter(spec: str, target: str) -> str:
     return shipped
 
 
-def _choose_prompts(arguments: argparse.Namespace) -> list[tuple[str, int, Prompt]]:
+def _choose_prompts(arguments: argparse.Namespace) -> "list[PlacedPrompt]":
     """Task, place in the file, and prompt."""
     if arguments.num_prompts < 0:
         raise InputError(f"--num-prompts must be at least 0 (all), got {arguments.num_prompts}")
@@ -179,13 +214,6 @@ def _choose_prompts(arguments: argparse.Namespace) -> list[tuple[str, int, Promp
             raise InputError(f"prompt file {path} has no {arguments.split} prompts")
         chosen += found[: arguments.num_prompts or None]
     return chosen
-
-
-def _encode(llm: "LLM", chosen: list[tuple[str, int, Prompt]], seed: int) -> "list[ReplayRequest]":
-    from blockpilot.replay.config import ReplayRequest
-
-    encode = llm.tokenizer.encode_chat
-    return [ReplayRequest(prompt.id, task, encode(prompt.text), seed + place) for task, place, prompt in chosen]
 
 
 def _describe_source(arguments: argparse.Namespace, drafter: str) -> dict[str, Any]:

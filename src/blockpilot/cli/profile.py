@@ -8,6 +8,8 @@ from blockpilot.core.config import EngineConfig
 from blockpilot.core.errors import InputError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from blockpilot.engine.llm import LLM
     from blockpilot.engine.step_timing import ProfilePlan
     from blockpilot.pilots.cost_model import CostPoint, StepCosts
@@ -26,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     context_help = "tokens in each request's cache; with two or more, the effect of context is known (default: 256)"
     parser.add_argument("--contexts", default="256", metavar="N,N,...", help=context_help)
     parser.add_argument(
+        "--engine", choices=("blockpilot", "vllm"), default="blockpilot", help="whose steps (default: blockpilot)"
+    )
+    engine_help = "with vllm: more arguments of its engine, as one JSON object"
+    parser.add_argument("--engine-args", default="{}", metavar="JSON", help=engine_help)
+    parser.add_argument(
         "--quick", action="store_true", help="fewer sizes and rounds: what pilots measure by themselves"
     )
     parser.add_argument("--force", action="store_true", help="measure again even if this machine was measured before")
@@ -37,6 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
         _parse_counts(text, name)
         for text, name in ((arguments.batch_sizes, "--batch-sizes"), (arguments.contexts, "--contexts"))
     )
+    if arguments.engine == "vllm":
+        from blockpilot.cli.profile_vllm import measure_vllm
+
+        _show(*measure_vllm(arguments, batch_sizes, contexts), is_json=arguments.json)
+        return 0
     config = EngineConfig(device=arguments.device, dtype=arguments.dtype, num_slots=max(batch_sizes))
     with show_progress(f"loading {arguments.target}") as progress:
         from blockpilot.engine.llm import LLM
@@ -49,13 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         plan = ProfilePlan(batch_sizes=batch_sizes, contexts=contexts)
     costs = _find_costs(llm, plan, is_forced=arguments.force)
-    path = profile_path(dict(costs.key))
-    if arguments.json:
+    _show(costs, profile_path(dict(costs.key)), is_json=arguments.json)
+    return 0
+
+
+def _show(costs: "StepCosts", path: "Path", *, is_json: bool) -> None:
+    if is_json:
         print_json({"path": str(path), "fit_error": vars(costs.fit_error), **costs.to_dict()})
     else:
         _print_table(costs)
         print_note(f"written to {path}")
-    return 0
 
 
 def _find_costs(llm: "LLM", plan: "ProfilePlan", *, is_forced: bool) -> "StepCosts":

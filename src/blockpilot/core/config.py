@@ -18,6 +18,16 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "blockpilot"
 
 
+def chosen_pilot() -> str | None:
+    """The pilot for engines that are started by others, such as vLLM: BLOCKPILOT_PILOT. None: stay out of the way."""
+    return os.environ.get("BLOCKPILOT_PILOT", "").strip() or None
+
+
+def allows_untested() -> bool:
+    """Whether BLOCKPILOT_UNTESTED=1 asks for paths that are written but were never run."""
+    return os.environ.get("BLOCKPILOT_UNTESTED", "") == "1"
+
+
 def let_threads_sleep() -> None:
     """Idle worker threads spin for a moment, then sleep. Must run before PyTorch or Numba is imported.
 

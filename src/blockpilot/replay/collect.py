@@ -6,7 +6,7 @@ are an estimate, and the manifest says so.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,39 @@ from blockpilot.replay.provenance import check_run, describe_run
 from blockpilot.replay.trace_files import TraceSet, shard_path, write_manifest, write_shard
 from blockpilot.replay.traces import Bytes, DraftColumns, Trace, TraceSetting
 from blockpilot.replay.visited_walks import walk_sizes
+from blockpilot.text.prompts import Prompt
 
 Report = Callable[[str, int, int], None]  # (what, done, total)
+PlacedPrompt = tuple[str, int, Prompt]  # task, place in its file, prompt
+
+
+def encode_requests(llm: LLM, prompts: Sequence[PlacedPrompt], seed: int) -> list[ReplayRequest]:
+    """Each prompt's seed is `seed` plus its place."""
+    encode = llm.tokenizer.encode_chat
+    return [ReplayRequest(prompt.id, task, encode(prompt.text), seed + place) for task, place, prompt in prompts]
+
+
+class Collector:
+    """Traces of any shard of the requests, on one device. Shards do not depend on each other."""
+
+    def __init__(self, llm: LLM, requests: Sequence[ReplayRequest], config: CollectConfig) -> None:
+        self.llm, self.requests, self.config = llm, requests, config
+        self.drafter = require_dflash(llm)
+        if not requests:
+            raise InputError("no prompts to replay")
+        for request in requests:
+            answer_limit(llm, request, config)
+        self.answers = choose_answers(llm, requests, config)
+
+    def describe(self, source: Mapping[str, Any]) -> dict[str, Any]:
+        """The manifest of the run, apart from what it will have counted at its end."""
+        return describe_run(self.llm, self.requests, self.config, {**source, "generation": self.answers.name})
+
+    def trace(self, index: int) -> Iterator[Trace]:
+        """The traces of one shard, one after the other."""
+        share = self.requests[index * self.config.shard_size : (index + 1) * self.config.shard_size]
+        for request, answer in zip(share, self.answers.write(share), strict=True):
+            yield trace_answer(self.llm, self.drafter, request, answer, config=self.config)
 
 
 def collect(
@@ -41,28 +72,36 @@ def collect(
 
     `source` says where prompts and weights come from; like the configuration it must match to continue.
     """
-    drafter = require_dflash(llm)
-    if not requests:
-        raise InputError("no prompts to replay")
-    for request in requests:
-        answer_limit(llm, request, config)
-    answers = choose_answers(llm, requests, config)
-    identity = describe_run(llm, requests, config, {**(source or {}), "generation": answers.name})
-    check_run(out, identity)
-    clock = _Clock(len(requests), report)
-    num_shards = -(-len(requests) // config.shard_size)
-    for index in range(num_shards):
-        share = requests[index * config.shard_size : (index + 1) * config.shard_size]
-        if shard_path(out, index).is_file():
-            clock.skip(len(share))
-            continue
+    collector = Collector(llm, requests, config)
+    shards = Shards(out, collector.describe(source or {}), report)
+    for index in shards.missing:
         traces = []
-        for request, answer in zip(share, answers.write(share), strict=True):
-            traces.append(trace_answer(llm, drafter, request, answer, config=config))
-            clock.tick()
+        for trace in collector.trace(index):
+            traces.append(trace)
+            shards.clock.tick()
         write_shard(shard_path(out, index), traces, config.precision)
-    write_manifest(out, {**identity, "is_complete": True, **_count(TraceSet(out))})
-    return TraceSet(out)
+    return shards.finish()
+
+
+class Shards:
+    """The folder of a run: which of its shards are missing, and the manifest at the end."""
+
+    def __init__(self, out: Path, identity: Mapping[str, Any], report: Report) -> None:
+        check_run(out, identity)
+        self.out, self.identity = out, identity
+        self.num_requests, self.shard_size = identity["num_requests"], identity["shard_size"]
+        everything = range(-(-self.num_requests // self.shard_size))
+        self.missing = [index for index in everything if not shard_path(out, index).is_file()]
+        self.clock = Clock(self.num_requests, report)
+        self.clock.skip(self.num_requests - sum(map(self.count, self.missing)))
+
+    def count(self, index: int) -> int:
+        """Requests of one shard."""
+        return min(self.shard_size, self.num_requests - index * self.shard_size)
+
+    def finish(self) -> TraceSet:
+        write_manifest(self.out, {**self.identity, "is_complete": True, **_count(TraceSet(self.out))})
+        return TraceSet(self.out)
 
 
 def require_dflash(llm: LLM) -> DFlashDrafter:
@@ -137,7 +176,7 @@ def _count(traces: TraceSet) -> dict[str, int]:
     }
 
 
-class _Clock:
+class Clock:
     """Reports traces done, with the time that the rest will take at the pace of this run."""
 
     def __init__(self, total: int, report: Report) -> None:
@@ -149,8 +188,8 @@ class _Clock:
         self.done += count
         self.skipped += count
 
-    def tick(self) -> None:
-        self.done += 1
+    def tick(self, count: int = 1) -> None:
+        self.done += count
         pace = (time.perf_counter() - self.started) / (self.done - self.skipped)
         self.report(f"traces ({_duration(pace * (self.total - self.done))} left)", self.done, self.total)
 

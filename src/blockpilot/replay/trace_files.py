@@ -103,12 +103,17 @@ def shard_path(folder: Path, index: int) -> Path:
 
 
 def write_shard(path: Path, traces: Sequence[Trace], precision: str) -> None:
-    from safetensors.numpy import save_file
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(pack_shard(traces, precision))
+
+
+def pack_shard(traces: Sequence[Trace], precision: str) -> bytes:
+    """A shard as it stands in its file."""
+    from safetensors.numpy import save
 
     strings = [{"prompt_id": t.prompt_id, "task": t.task, "finish_reason": t.finish_reason} for t in traces]
     columns = {name: np.ascontiguousarray(column) for name, column in _pack(traces, np.dtype(precision)).items()}
-    with atomic_path(path) as temporary:
-        save_file(columns, str(temporary), metadata={REQUESTS: json.dumps(strings)})
+    return save(columns, metadata={REQUESTS: json.dumps(strings)})
 
 
 def _pack(traces: Sequence[Trace], floats: np.dtype[Any]) -> Columns:

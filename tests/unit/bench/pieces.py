@@ -6,7 +6,8 @@ from typing import Any
 from blockpilot.bench.answers import Answer
 from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.methods import parse_methods
-from blockpilot.bench.run import BenchResult, BenchSetup, run_bench
+from blockpilot.bench.run import BenchResult, run_bench
+from blockpilot.bench.site import BenchSetup
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.text.prompts import Prompt
 from tests.tiny import make_dflash

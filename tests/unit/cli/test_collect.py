@@ -1,6 +1,7 @@
 """`blockpilot collect` from files on disk to traces that a pilot can run on."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,20 @@ def test_cuda_without_a_gpu(folder: Path, tmp_path: Path, capsys: pytest.Capture
         pytest.skip("there is a GPU")
     assert main(words(folder, tmp_path, "--device", "cuda")) == 2
     assert "PyTorch sees no GPU here: use --device cpu" in capsys.readouterr().err
+
+
+def test_options_of_ray_are_checked_first(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = {
+        ("--ray-workers", "2"): "give --ray as well",
+        ("--ray", "--ray-workers", "0"): "--ray-workers must be at least 1, got 0",
+        ("--ray", "--device", "cuda:1"): "use --device cuda, not cuda:1",
+        ("--ray", "127.0.0.1:9"): "no Ray cluster at 127.0.0.1:9: ",
+    }
+    for more, message in wrong.items():
+        assert main(words(folder, tmp_path, *more)) in (1, 2)
+        assert message in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    assert main(words(folder, tmp_path, "--ray")) == 2
+    assert "--ray needs the package ray: pip install 'blockpilot[ray]'" in capsys.readouterr().err

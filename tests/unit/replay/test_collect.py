@@ -87,7 +87,7 @@ def test_a_run_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> None:
     config = make_config(temperature=1.0)
     collect.collect(llm, make_requests(llm), config, out=tmp_path, report=lambda *words: said.append(words))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert [(done, total) for _, done, total in said] == [(3, 5), (4, 5)] and "left" in said[0][0]
+    assert [(done, total) for _, done, total in said] == [(4, 5), (5, 5)] and "left" in said[0][0]
     assert llm.engine.runner.cache.num_free == 4
 
 

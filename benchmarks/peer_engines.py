@@ -1,0 +1,219 @@
+"""The engines that `peers.py` lets answer the same prompts, behind one method: `answer(prompt_ids, max_new_tokens)`.
+
+Each is used as its documentation shows, greedily, one request at a time. A package that is not installed, or weights
+that an engine cannot read, raise `SkippedError` with one line that says so.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from blockpilot import LLM, SamplingParams
+from blockpilot.bench.methods import Method
+from blockpilot.core.errors import InputError
+from blockpilot.models.export import export_drafter
+
+LOOKUP_TOKENS = 10  # the value that the documentation of transformers uses
+GPU_PEERS = ("transformers", "transformers-static", "transformers-compile", "dflash")
+CPU_PEERS = ("transformers", "transformers-lookup", "llama.cpp")
+
+
+class SkippedError(Exception):
+    """Why a peer does not take part."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    token_ids: list[int]
+    num_first: int  # tokens that were there when the clock of decoding started
+    prefill_seconds: float
+    decode_seconds: float
+
+
+class Contestant(Protocol):
+    name: str
+    about: dict[str, Any]  # versions and settings, for the manifest
+
+    def answer(self, prompt_ids: list[int], max_new_tokens: int) -> Reply: ...
+
+
+class Ours:
+    """BlockPilot with one method. All that is not prefill counts as decoding, also what happens between steps."""
+
+    def __init__(self, llm: LLM, method: Method) -> None:
+        self.llm, self.name, self.pilot = llm, method.name, method.pilot
+        self.about = {"pilot": method.pilot, "drafter": method.drafter}
+
+    def answer(self, prompt_ids: list[int], max_new_tokens: int) -> Reply:
+        started = time.perf_counter()
+        params = SamplingParams(max_new_tokens=max_new_tokens)
+        completion = self.llm.generate([prompt_ids], params, pilot=self.pilot)[0]
+        prefill = completion.prefill_seconds
+        return Reply(completion.token_ids, 1, prefill, time.perf_counter() - started - prefill)
+
+
+@dataclass(frozen=True)
+class PeerSettings:
+    """What the peers are built from."""
+
+    weights: Path  # GGUF file or Hugging Face folder of the target
+    drafter: str
+    device: str
+    dtype: str
+    context_length: int
+    num_threads: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Peers:
+    """Builds peers by name; those that share a model load it once."""
+
+    def __init__(self, settings: PeerSettings) -> None:
+        self.settings = settings
+
+    def build(self, name: str) -> Contestant:
+        kinds: dict[str, Callable[[], Contestant]] = {
+            "transformers": lambda: self._transformers(name, {}),
+            "transformers-lookup": lambda: self._transformers(name, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
+            "transformers-static": lambda: self._transformers(
+                name, {"cache_implementation": "static", "disable_compile": True}
+            ),
+            "transformers-compile": lambda: self._transformers(name, {"cache_implementation": "static"}),
+            "llama.cpp": lambda: LlamaCpp(self.settings),
+            "dflash": lambda: DFlashPackage(self.settings, self._model),
+        }
+        if name not in kinds:
+            raise InputError(f"unknown peer {name!r}; known: {', '.join(kinds)}")
+        return kinds[name]()
+
+    def _transformers(self, name: str, options: dict[str, Any]) -> "Transformers":
+        return Transformers(name, self._model, self.settings.eos_token_ids, options)
+
+    @cached_property
+    def _model(self) -> Any:
+        try:
+            from transformers import AutoModelForCausalLM
+            from transformers.utils import logging
+        except ImportError as error:
+            raise SkippedError("the package transformers is missing: pip install 'blockpilot[peers]'") from error
+        logging.disable_progress_bar()
+        path, options = self.settings.weights, {"dtype": getattr(torch, self.settings.dtype)}
+        if path.is_file():
+            path, options["gguf_file"] = path.parent, path.name
+        model = AutoModelForCausalLM.from_pretrained(path, **options)
+        return model.to(self.settings.device).eval()
+
+
+class TokenClock:
+    """A `transformers` streamer that notes when tokens came and how many; the first call carries the prompt."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.counts: list[int] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+        self.counts.append(tokens.numel())
+
+    def end(self) -> None:
+        pass
+
+
+class Transformers:
+    def __init__(self, name: str, model: Any, eos_token_ids: Sequence[int], options: dict[str, Any]) -> None:
+        self.name, self.model, self.eos, self.options = name, model, list(eos_token_ids), options
+        self.about = {"transformers": version("transformers"), **options}
+
+    def answer(self, prompt_ids: list[int], max_new_tokens: int) -> Reply:
+        clock = TokenClock()
+        ids = torch.tensor([prompt_ids], device=self.model.device)
+        started = time.perf_counter()
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=self.eos,
+            pad_token_id=self.eos[0],
+            streamer=clock,
+            **self.options,
+        )
+        first, last = clock.times[1], clock.times[-1]
+        return Reply(out[0, len(prompt_ids) :].tolist(), clock.counts[1], first - started, last - first)
+
+
+class LlamaCpp:
+    """llama.cpp on the same GGUF file, through the token loop of `llama-cpp-python`; other settings are its own."""
+
+    name = "llama.cpp"
+
+    def __init__(self, settings: PeerSettings) -> None:
+        try:
+            import llama_cpp
+        except (ImportError, OSError) as error:  # OSError: its library does not load here
+            raise SkippedError("the package llama-cpp-python is missing: pip install llama-cpp-python") from error
+        if not settings.weights.is_file():
+            raise SkippedError(f"it reads GGUF files, and the target is the folder {settings.weights.name}")
+        self.eos = frozenset(settings.eos_token_ids)
+        self.model = llama_cpp.Llama(
+            str(settings.weights),
+            n_ctx=settings.context_length,
+            n_threads=settings.num_threads,
+            n_threads_batch=settings.num_threads,
+            n_gpu_layers=0,
+            verbose=False,
+        )
+        system = llama_cpp.llama_print_system_info().decode()
+        self.about = {"llama-cpp-python": llama_cpp.__version__, "system": system}
+
+    def answer(self, prompt_ids: list[int], max_new_tokens: int) -> Reply:
+        self.model.reset()  # else a prefix shared with the last prompt is not computed again
+        tokens: list[int] = []
+        times = [time.perf_counter()]
+        for token in self.model.generate(prompt_ids, temp=0.0):
+            times.append(time.perf_counter())
+            tokens.append(int(token))
+            if token in self.eos or len(tokens) == max_new_tokens:
+                break
+        return Reply(tokens, 1, times[1] - times[0], times[-1] - times[1])
+
+
+class DFlashPackage:
+    """The loop that the authors of DFlash publish (package `dflash`), with our weights, at the trained block size.
+
+    Its drafter uses the target's whole head, ours a reduced one where the drafter has it. Needs a GPU: its clock does.
+    """
+
+    name = "dflash"
+
+    def __init__(self, settings: PeerSettings, target: Any) -> None:
+        try:
+            from dflash import model as package
+        except ImportError as error:
+            raise SkippedError("the package dflash is missing: pip install --no-deps dflash") from error
+        if settings.device == "cpu":
+            raise SkippedError("it measures on a GPU only")
+        with tempfile.TemporaryDirectory() as folder:
+            exported = export_drafter(settings.drafter, Path(folder) / "drafter")
+            kind = json.loads((exported / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+            drafter = getattr(package, kind).from_pretrained(exported, dtype=target.dtype)
+        self.drafter, self.target = drafter.to(target.device).eval(), target
+        self.generate, self.eos = package.dflash_generate, list(settings.eos_token_ids)
+        self.about = {"dflash": version("dflash"), "block_size": drafter.block_size}
+
+    def answer(self, prompt_ids: list[int], max_new_tokens: int) -> Reply:
+        ids = torch.tensor([prompt_ids], device=self.target.device)
+        found = self.generate(
+            self.drafter, self.target, ids, max_new_tokens, self.eos, temperature=0.0, return_stats=True
+        )
+        tokens = found.output_ids[0, len(prompt_ids) :].tolist()
+        seconds = found.time_per_output_token * found.num_output_tokens
+        return Reply(tokens, 1, found.time_to_first_token, seconds)

@@ -1,0 +1,277 @@
+"""Other engines on the same prompts, weights, threads and machine, in one run: how fast, and is the text the same?
+
+    python benchmarks/peers.py [--tasks gsm8k,humaneval] [--num-prompts 4] [--max-new-tokens 128] [--out DIR]
+    python benchmarks/peers.py --device cuda
+
+Needs more than BlockPilot itself; a peer whose package is missing is skipped with one line:
+
+    pip install -e '.[cpu,peers]'       transformers with what it needs to read GGUF files
+    pip install llama-cpp-python        is compiled; CMAKE_ARGS=-DGGML_NATIVE=ON uses all this CPU offers
+    pip install --no-deps dflash        the loop of DFlash's authors, for a GPU (its pinned versions are not needed)
+
+On a CPU: `transformers` (plain, and with prompt lookup), llama.cpp on the same GGUF file. On a GPU: `transformers`
+(plain, static cache, static cache and compiled), the package `dflash`. Beside them BlockPilot: `ar`, `best-fixed`
+(chosen on calibration prompts) and `auto`. Greedy, one request at a time, the first turn of every prompt. Everyone
+answers the longest prompt once to warm up, then all answer each prompt in an order shuffled anew. Decoding is timed
+from the first token on.
+
+Prints a table; `--out` gets `rows.jsonl` (per task and their mean), `answers.jsonl` and `manifest.json`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from peer_engines import CPU_PEERS, GPU_PEERS, Contestant, Ours, Peers, PeerSettings, Reply, SkippedError
+
+from blockpilot.bench import manifest as manifests
+from blockpilot.bench.answers import Answer, AnswersFile, select
+from blockpilot.bench.asking import Round, encode_turn
+from blockpilot.bench.audit import Difference, Place
+from blockpilot.bench.config import BenchConfig
+from blockpilot.bench.methods import choose_drafters, parse_methods
+from blockpilot.bench.run import BenchRun
+from blockpilot.bench.site import BenchSetup, LocalSite
+from blockpilot.bench.statistics import add_up, speedup, speedup_interval
+from blockpilot.bench.tasks import TaskPrompts, read_task
+from blockpilot.cli.console import print_columns, show_counted
+from blockpilot.core.errors import BlockPilotError, InputError
+from blockpilot.core.files import write_text
+from blockpilot.models.loading import load_target
+from blockpilot.text.tokenizer import Tokenizer
+
+METHODS = ("ar", "best-fixed", "auto")
+Row = dict[str, Any]
+
+
+def compare(arguments: argparse.Namespace, out: Path) -> list[Row]:
+    if out.exists() and any(out.iterdir()):
+        raise InputError(f"{out} is not empty: choose another --out")
+    setup = make_setup(arguments)
+    site = LocalSite(setup)
+    with show_counted("answers, choosing best-fixed") as report:
+        run = BenchRun(setup, site, out, report)
+        methods = run.choose_methods()
+    contestants: list[Contestant] = [Ours(site.engines.of(method), method) for method in methods]
+    peers, skipped = build_peers(arguments, setup, site)
+    contestants += peers
+    file = AnswersFile(out / "answers.jsonl")
+    for answer in measure(contestants, run.rounds, site.tokenizer, setup.config):
+        file.append([answer])
+    answers = file.answers
+    places = {(task.name, prompt.id): Place(prompt, 0) for task in run.fit.tasks for prompt in task.prompts}
+    differences = site.find_differences(answers, places)
+    names = [contestant.name for contestant in contestants]
+    rows = build_rows(answers, differences, names, run.manifest["id"])
+    about = {contestant.name: contestant.about for contestant in contestants}
+    run.manifest |= {"is_complete": True, "contestants": about, "skipped": skipped}
+    run.manifest["differences"] = [asdict(difference) for difference in differences]
+    write_text(out / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    manifests.write(out, run.manifest)
+    return rows
+
+
+def make_setup(arguments: argparse.Namespace) -> BenchSetup:
+    dtype = arguments.dtype or ("float32" if arguments.device == "cpu" else "bfloat16")
+    methods = parse_methods(METHODS, device=arguments.device, target=arguments.target)
+    tasks = tuple(
+        first_turns(read_task(name.strip(), data=arguments.data, split="test")) for name in arguments.tasks.split(",")
+    )
+    config = BenchConfig(
+        tasks=tuple(task.name for task in tasks),
+        methods=tuple(method.name for method in methods),
+        num_prompts=arguments.num_prompts,
+        max_new_tokens=arguments.max_new_tokens,
+        repeats=arguments.repeats,
+        calibration_prompts=arguments.calibration_prompts,
+    )
+    return BenchSetup(
+        config=config,
+        methods=methods,
+        tasks=tasks,
+        target=load_target(arguments.target, getattr(torch, dtype)),
+        drafters=choose_drafters(methods, arguments.target, {"dflash": arguments.drafter}),
+        device=arguments.device,
+        dtype=dtype,
+    )
+
+
+def first_turns(task: TaskPrompts) -> TaskPrompts:
+    """A second turn would start from different first answers where engines differ."""
+    short = [tuple(replace(p, later_turns=()) for p in prompts) for prompts in (task.prompts, task.calibration)]
+    return replace(task, prompts=short[0], calibration=short[1])
+
+
+def build_peers(
+    arguments: argparse.Namespace, setup: BenchSetup, site: LocalSite
+) -> tuple[list[Contestant], dict[str, str]]:
+    """Those that can take part, and why the others do not."""
+    assert not isinstance(setup.target, str)
+    drafter = setup.drafters["dflash"]
+    assert isinstance(drafter, str)
+    peers = Peers(
+        PeerSettings(
+            weights=setup.target.path,
+            drafter=drafter,
+            device=setup.device,
+            dtype=setup.dtype,
+            context_length=site.fit.context_length,
+            num_threads=torch.get_num_threads(),
+            eos_token_ids=tuple(site.engines.plain.engine.eos_token_ids),
+        )
+    )
+    usual = CPU_PEERS if setup.device == "cpu" else GPU_PEERS
+    found, skipped = [], {}
+    for name in usual if arguments.peers is None else arguments.peers.split(","):
+        try:
+            found.append(peers.build(name))
+        except SkippedError as reason:
+            skipped[name] = str(reason)
+            print(f"skipped {name}: {reason}", file=sys.stderr)
+    return found, skipped
+
+
+def measure(
+    contestants: Sequence[Contestant], rounds: Sequence[Round], tokenizer: Tokenizer, config: BenchConfig
+) -> Iterator[Answer]:
+    """Everybody's answer to every prompt, in turns."""
+    encoded = {work.key: encode_turn(tokenizer, work.prompts[0], []) for work in rounds}
+    longest = max(encoded.values(), key=len)
+    with show_counted("answers") as report:
+        for contestant in contestants:  # compiles, packs, measures step costs, and fixes the size of static caches
+            report(f"warming up {contestant.name}", 0, len(rounds) * len(contestants))
+            contestant.answer(longest, config.max_new_tokens)
+        for place, work in enumerate(rounds):
+            for turn, contestant in enumerate(work.shuffle(contestants, config.seed)):
+                reply = contestant.answer(encoded[work.key], config.max_new_tokens)
+                yield record(work, contestant.name, reply, encoded[work.key], tokenizer)
+                done = place * len(contestants) + turn + 1
+                report(f"{work.task}, {contestant.name}", done, len(rounds) * len(contestants))
+
+
+def record(work: Round, name: str, reply: Reply, prompt_ids: list[int], tokenizer: Tokenizer) -> Answer:
+    """In the form that `blockpilot bench` counts; steps of other engines are not known, only their sum."""
+    num_emitted = len(reply.token_ids) - reply.num_first
+    return Answer(
+        task=work.task,
+        prompt_id=work.prompts[0].id,
+        batch=work.batch,
+        turn=0,
+        repeat=work.repeat,
+        method=name,
+        token_ids=reply.token_ids,
+        text=tokenizer.decode(reply.token_ids),
+        num_prompt_tokens=len(prompt_ids),
+        finish_reason="stop" if reply.token_ids[-1] in tokenizer.eos_token_ids else "length",
+        block_sizes=[],
+        verify_sizes=[],
+        emitted=[num_emitted] if num_emitted else [],
+        prefill_seconds=reply.prefill_seconds,
+        decode_seconds=reply.decode_seconds if num_emitted else 0.0,
+        draft_seconds=0.0,
+        verify_seconds=0.0,
+        pilot_seconds=0.0,
+        peak_memory_bytes=0,
+    )
+
+
+def build_rows(
+    answers: Sequence[Answer], differences: Sequence[Difference], names: Sequence[str], manifest: str
+) -> list[Row]:
+    """One per task and contestant; the mean weighs tasks alike and draws prompts within them."""
+    tasks = list(dict.fromkeys(answer.task for answer in answers))
+    measured = {(task, name): add_up(select(answers, task=task, method=name)) for task in tasks for name in names}
+    rows = []
+    for chosen in [*([task] for task in tasks), *([tasks] if len(tasks) > 1 else [])]:
+        for name in names:
+            pairs = [(measured[task, name], measured[task, "ar"]) for task in chosen]
+            ratios = [ratio for pair in pairs if (ratio := speedup(*pair)) is not None]
+            rates = [rate for ours, _ in pairs if (rate := ours.tokens_per_second) is not None]
+            row: Row = {"task": chosen[0] if len(chosen) == 1 else "mean", "method": name}
+            row["tokens_per_second"] = sum(rates) / len(rates) if rates else None
+            row["ratio"] = sum(ratios) / len(ratios) if ratios else None
+            row["ratio_ci"] = speedup_interval(pairs)
+            own = [a for a in answers if a.task in chosen and a.method == name and a.repeat == 0]
+            odd = [d for d in differences if d.task in chosen and d.method == name and d.repeat == 0]
+            row |= {"num_prompts": len(own), "num_tokens": sum(len(answer.token_ids) for answer in own)}
+            row |= {"equal_share": 1 - len(odd) / len(own), "first_difference": first_of(odd), "manifest": manifest}
+            rows.append(row)
+    return rows
+
+
+def first_of(differences: Sequence[Difference]) -> dict[str, Any] | None:
+    """The earliest place where a text leaves that of `ar`; `gap`: how far the score of its token was from the best."""
+    found = min(differences, key=lambda difference: difference.position, default=None)
+    names = ("task", "prompt_id", "position", "gap")
+    return None if found is None else {name: getattr(found, name) for name in names}
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """The mean of the tasks, or the only one."""
+    shown = [row for row in rows if row["task"] == rows[-1]["task"]]
+    columns = {
+        "engine": [row["method"] for row in shown],
+        "tokens/s": [_number(row["tokens_per_second"], 1) for row in shown],
+        "times ar (95 %)": [_interval(row) for row in shown],
+        "same text": [f"{row['equal_share']:.0%}" for row in shown],
+        "first difference": [_place(row["first_difference"]) for row in shown],
+    }
+    print_columns(columns)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _interval(row: Row) -> str:
+    low_high = row["ratio_ci"]
+    return _number(row["ratio"], 2) + (f" ({low_high[0]:.2f} to {low_high[1]:.2f})" if low_high else "")
+
+
+def _place(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    gap = "one text ends" if found["gap"] is None else f"gap {found['gap']:.2g}"
+    return f"{found['prompt_id']}, token {found['position']}, {gap}"
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default="gsm8k,math500,humaneval,mt_bench")
+    parser.add_argument("--data", type=Path, help="whole prompt sets, as for `blockpilot bench`")
+    parser.add_argument("--num-prompts", type=int, default=4, help="per task")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--calibration-prompts", type=int, default=2, help="per task, for best-fixed")
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--drafter", default="auto")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every engine")
+    parser.add_argument("--peers", help=f"default: {','.join(CPU_PEERS)}; on a GPU {','.join(GPU_PEERS)}")
+    parser.add_argument("--out", type=Path, help="default: a new folder under runs/")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(words)
+    torch.set_num_threads(arguments.threads)
+    out = arguments.out or Path("runs") / f"peers-{datetime.now():%Y%m%d-%H%M%S}"
+    try:
+        rows = compare(arguments, out)
+    except BlockPilotError as error:
+        print(f"peers: error: {error}", file=sys.stderr)
+        return error.exit_code
+    print_table(rows)
+    print(f"rows and manifest are in {out}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""`blockpilot bench --ray`: every worker answers whole rounds, the process that leads keeps the files and the rows.
+
+A round is measured by one worker from its first method to its last, so that a comparison never spans two machines.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from blockpilot.bench.answers import Answer, AnswersFile
+from blockpilot.bench.asking import Round
+from blockpilot.bench.audit import Difference, Place
+from blockpilot.bench.measuring import Measurer, Progress, Report, explain_shortage
+from blockpilot.bench.methods import Method
+from blockpilot.bench.plan import Fit
+from blockpilot.bench.run import BenchResult, BenchRun
+from blockpilot.bench.site import BenchSetup, LocalSite
+from blockpilot.bench.tasks import TaskPrompts
+from blockpilot.integrations.ray.cluster import ClusterOptions, open_cluster
+from blockpilot.integrations.ray.pool import Pool, Worker
+
+
+class BenchWorker(Worker):
+    def __init__(self, version: str, num_threads: int, setup: BenchSetup) -> None:
+        super().__init__(version, num_threads)
+        self.setup, self.is_warm = setup, set[Method]()
+
+    @cached_property
+    def site(self) -> LocalSite:
+        self.prepare()
+        return LocalSite(self.setup)
+
+    def describe(self) -> tuple[Fit, dict[str, Any]]:
+        return self.site.fit, self.site.description
+
+    def answer_round(self, work: Round, methods: Sequence[Method]) -> tuple[list[Answer], str | None]:
+        """The answers of all methods, or why the task does not fit into memory."""
+        measurer = self.site.make_measurer(Progress(_ignore, 0))
+        measurer.warm_up([method for method in methods if method not in self.is_warm], work)
+        self.is_warm.update(methods)
+        try:
+            return [answer for answers in measurer.answer_round(work, methods) for answer in answers], None
+        except (RuntimeError, MemoryError) as error:
+            return [], explain_shortage(error)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """A method of the site."""
+        return getattr(self.site, name)(*arguments)
+
+
+class RaySite:
+    """The models are with the workers: any of them answers for all."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.fit, self.description = pool.ask("describe")
+
+    def make_measurer(self, progress: Progress) -> Measurer:
+        return RayMeasurer(self.pool, progress)
+
+    def find_differences(self, answers: Sequence[Answer], places: Mapping[tuple[str, str], Place]) -> list[Difference]:
+        return self.pool.ask("call", "find_differences", answers, places)
+
+    def pick_samples(self, answers: Sequence[Answer], tasks: Sequence[TaskPrompts]) -> list[dict[str, Any]]:
+        return self.pool.ask("call", "pick_samples", answers, tasks)
+
+    def step_costs(self) -> dict[str, Any]:
+        return self.pool.ask("call", "step_costs")
+
+
+class RayMeasurer(Measurer):
+    def __init__(self, pool: Pool, progress: Progress) -> None:
+        super().__init__(progress)
+        self.pool = pool
+
+    def measure_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], file: AnswersFile) -> None:
+        """Rounds of a task that turns out not to fit are tried nevertheless; what they bring is dropped."""
+        self.progress.start()
+        calls = [(work, methods) for work in rounds if work.task not in self.left_out]
+        self.progress.skip(sum(work.num_answers for work in rounds if work.task in self.left_out) * len(methods))
+        for place, (answers, shortage) in self.pool.run("answer_round", calls):
+            work = calls[place][0]
+            if shortage is not None:
+                self.leave_out(work.task, shortage)
+                self.progress.skip(work.num_answers * len(methods))
+                continue
+            file.append(answers)
+            self.progress.advance(work.task, len(answers))
+
+
+def bench_on_ray(setup: BenchSetup, options: ClusterOptions, *, out: Path, report: Report) -> BenchResult:
+    """`run_bench` on a cluster; `setup` names its target and drafters."""
+    with open_cluster(options) as placements, Pool(BenchWorker, placements, setup) as pool:
+        return BenchRun(setup, RaySite(pool), out, report).run()
+
+
+def _ignore(*values: object) -> None:
+    """Workers report through their results."""

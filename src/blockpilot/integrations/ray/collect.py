@@ -1,0 +1,60 @@
+"""`blockpilot collect --ray`: every worker traces whole shards, the process that leads writes them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from blockpilot.core.config import EngineConfig
+from blockpilot.core.files import atomic_path
+from blockpilot.engine.llm import LLM
+from blockpilot.integrations.ray.cluster import ClusterOptions, open_cluster
+from blockpilot.integrations.ray.pool import Pool, Worker
+from blockpilot.replay.collect import Collector, PlacedPrompt, Report, Shards, encode_requests
+from blockpilot.replay.config import CollectConfig
+from blockpilot.replay.trace_files import TraceSet, pack_shard, shard_path
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectJob:
+    """All that a worker needs to know. Models are named; each worker loads its own."""
+
+    target: str
+    drafter: str
+    engine: EngineConfig
+    prompts: Sequence[PlacedPrompt]
+    config: CollectConfig
+    source: Mapping[str, Any]
+
+
+class CollectWorker(Worker):
+    def __init__(self, version: str, num_threads: int, job: CollectJob) -> None:
+        super().__init__(version, num_threads)
+        self.job = job
+
+    @cached_property
+    def collector(self) -> Collector:
+        self.prepare()
+        job = self.job
+        llm = LLM(job.target, drafter=job.drafter, pilot="ar", config=job.engine)
+        return Collector(llm, encode_requests(llm, job.prompts, job.config.seed), job.config)
+
+    def describe(self) -> dict[str, Any]:
+        return self.collector.describe(self.job.source)
+
+    def trace(self, index: int) -> bytes:
+        """A shard as it shall stand in its file."""
+        return pack_shard(list(self.collector.trace(index)), self.job.config.precision)
+
+
+def collect_on_ray(job: CollectJob, options: ClusterOptions, *, out: Path, report: Report) -> TraceSet:
+    """`collect` on a cluster: the same files, whichever worker made them."""
+    with open_cluster(options) as placements, Pool(CollectWorker, placements, job) as pool:
+        shards = Shards(out, pool.ask("describe"), report)
+        for place, content in pool.run("trace", [(index,) for index in shards.missing]):
+            index = shards.missing[place]
+            with atomic_path(shard_path(out, index)) as temporary:
+                temporary.write_bytes(content)
+            shards.clock.tick(shards.count(index))
+        return shards.finish()

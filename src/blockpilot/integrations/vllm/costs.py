@@ -1,0 +1,83 @@
+"""What steps cost inside vLLM: `blockpilot profile --engine vllm` measures it once, the plugin reads it.
+
+The file is named after everything that the costs depend on, so that a worker finds those of its own engine. Without one
+checking is taken to be almost free: then only tokens that would hardly ever be accepted are dropped. Nothing is
+measured while serving: all workers of an engine must decide alike.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+from blockpilot.core.config import cache_dir
+from blockpilot.core.errors import InputError
+from blockpilot.core.files import write_text
+from blockpilot.integrations.vllm.pilot_choice import model_name
+from blockpilot.integrations.vllm.settings import logger
+from blockpilot.pilots.cost_model import StepCosts
+
+ASSUMED = StepCosts.linear(
+    draft=0.15, slope=0.001
+)  # in plain steps; on the default pair 1 % of tokens per step is lost
+
+
+def engine_key(vllm_config: Any) -> dict[str, Any]:
+    """The key of the engine in this process."""
+    from vllm.platforms import current_platform
+    from vllm.version import __version__ as version
+
+    return costs_key(vllm_config, version=version, device=current_platform.get_device_name())
+
+
+def costs_key(vllm_config: Any, *, version: str, device: str) -> dict[str, Any]:
+    """What costs depend on; the same in the front end and in every worker."""
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    parallel = vllm_config.parallel_config
+    return {
+        "engine": f"vllm {version}",
+        "target": model_name(model.model),
+        "drafter": model_name(speculative.model),
+        "device": _cpu_name() if device == "cpu" else device,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization,
+        "is_eager": bool(model.enforce_eager),
+        "parallel": f"{parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size}",
+    }
+
+
+def costs_path(key: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    slug = re.sub(r"[^a-zA-Z0-9.]+", "-", str(key["target"])).strip("-")
+    return cache_dir() / "profiles" / f"vllm-{slug}-{digest}.json"
+
+
+def find_costs(key: dict[str, Any]) -> StepCosts:
+    """The measured costs, or assumed ones where there are none."""
+    path = costs_path(key)
+    try:
+        return StepCosts.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        reason = "measure them with `blockpilot profile --engine vllm`"
+    except (OSError, ValueError, AttributeError, InputError) as error:
+        reason = f"{path} cannot be read: {error}"
+    logger.warning("No step costs of this engine are known, so checking is taken to be almost free: %s.", reason)
+    return ASSUMED
+
+
+def remember_costs(costs: StepCosts, key: dict[str, Any]) -> Path:
+    path = costs_path(key)
+    write_text(path, json.dumps(costs.to_dict(), indent=1) + "\n")
+    return path
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{os.cpu_count()} x {name}"

@@ -1,0 +1,140 @@
+"""The entry point in vLLM's plugin group `vllm.general_plugins`.
+
+vLLM calls `register` in its front end, in the engine's core and in every worker, perhaps more than once. It hooks the
+constructors of vLLM's classes. What they build looks for settings in its own configuration, and without any stays as
+vLLM made it. A failure of ours never stops vLLM: it is logged, and the object stays as it was.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from blockpilot.core.config import chosen_pilot
+from blockpilot.core.errors import BlockPilotError
+from blockpilot.integrations.vllm.settings import Settings, is_supported, logger, read_settings, supported_range
+
+if TYPE_CHECKING:
+    from blockpilot.integrations.vllm.pilot_choice import PilotChoice
+    from blockpilot.integrations.vllm.steering import Steering
+
+MARK = "_blockpilot_attach"
+
+
+def register() -> None:
+    from vllm.version import __version__ as version
+
+    if not is_supported(version):
+        if chosen_pilot():
+            logger.warning(
+                "BlockPilot stays off: it supports vLLM %s, and this is %s. vLLM drafts as configured.",
+                supported_range(),
+                version,
+            )
+        return
+    from vllm.triton_utils import HAS_TRITON
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    hook_constructor(GPUModelRunner, attach_runner)
+    hook_constructor(Scheduler, attach_scheduler)
+    hook_constructor(PrometheusStatLogger, attach_counters)
+    if HAS_TRITON:  # the second runner needs it
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+
+        hook_constructor(GPUModelRunnerV2, attach_runner_v2)
+
+
+def hook_constructor(owner: type, attach: Callable[[Any, Settings], None]) -> None:
+    """Call `attach` with every new object of a class whose engine has a pilot. Hooking twice changes nothing."""
+    original = owner.__init__  # type: ignore[misc]
+    if getattr(original, MARK, None) is not None:
+        return
+
+    @wraps(original)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        try:
+            settings = read_settings(self.vllm_config)
+            if settings is not None:
+                attach(self, settings)
+        except Exception as error:
+            is_foreseen = isinstance(error, BlockPilotError)
+            logger.error("BlockPilot stays off in %s: %s", type(self).__name__, error, exc_info=not is_foreseen)
+
+    setattr(construct, MARK, attach)
+    owner.__init__ = construct  # type: ignore[misc]
+
+
+def attach_runner(runner: Any, settings: Settings) -> None:
+    from blockpilot.integrations.vllm.runner import PilotedRunner
+
+    if reason := reason_to_stay_off(runner.vllm_config, settings):
+        logger.warning("BlockPilot stays off: %s.", reason)
+    elif hasattr(runner, "drafter") and not is_asynchronous(runner.vllm_config):  # only the last pipeline stage drafts
+        PilotedRunner(runner, make_steering(runner.vllm_config, settings))
+
+
+def attach_runner_v2(runner: Any, settings: Settings) -> None:
+    from blockpilot.integrations.vllm.runner_v2 import PilotedRunnerV2
+
+    if reason := reason_to_stay_off(runner.vllm_config, settings):
+        logger.warning("BlockPilot stays off: %s.", reason)
+    elif runner.speculator is not None and not is_asynchronous(runner.vllm_config):
+        PilotedRunnerV2(runner, make_steering(runner.vllm_config, settings))
+
+
+def attach_scheduler(scheduler: Any, settings: Settings) -> None:
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    from blockpilot.integrations.vllm.async_sizes import AsyncSizes
+    from blockpilot.integrations.vllm.counters import PlainSteps
+
+    if reason_to_stay_off(scheduler.vllm_config, settings):
+        return
+    if is_asynchronous(scheduler.vllm_config):
+        AsyncSizes(scheduler, make_choice(scheduler.vllm_config, settings))
+    PlainSteps(scheduler, SpecDecodingStats.new)
+
+
+def attach_counters(stat_logger: Any, settings: Settings) -> None:
+    from blockpilot.integrations.vllm.counters import PilotCounters
+
+    if not reason_to_stay_off(stat_logger.vllm_config, settings):
+        PilotCounters(stat_logger, stat_logger.vllm_config.speculative_config.num_speculative_tokens)
+
+
+def reason_to_stay_off(config: Any, settings: Settings) -> str | None:
+    speculative = config.speculative_config
+    if speculative is None or speculative.method != "dflash":
+        return "it pilots DFlash drafters, and this engine has none (speculative-config with method dflash)"
+    if settings.allow_untested:
+        return None
+    if config.use_v2_model_runner:
+        return "the V2 model runner is untested: set VLLM_USE_V2_MODEL_RUNNER=0, or BLOCKPILOT_UNTESTED=1 to try"
+    if is_asynchronous(config):
+        return "asynchronous scheduling is untested: add --no-async-scheduling, or set BLOCKPILOT_UNTESTED=1 to try"
+    return None
+
+
+def is_asynchronous(config: Any) -> bool:
+    return bool(config.scheduler_config.async_scheduling)
+
+
+def make_choice(config: Any, settings: Settings) -> "PilotChoice":
+    from blockpilot.integrations.vllm.costs import engine_key, find_costs
+    from blockpilot.integrations.vllm.pilot_choice import PilotChoice
+
+    target, drafter = config.model_config.model, config.speculative_config.model
+    return PilotChoice(settings.pilot, target=target, drafter=drafter, costs=lambda: find_costs(engine_key(config)))
+
+
+def make_steering(config: Any, settings: Settings) -> "Steering":
+    from blockpilot.integrations.vllm.steering import Steering
+
+    speculative = config.speculative_config
+    num_draft_tokens = int(speculative.num_speculative_tokens)
+    trained = getattr(speculative.draft_model_config.hf_config, "block_size", None) or num_draft_tokens + 1
+    choice = make_choice(config, settings)
+    logger.info("BlockPilot is on: pilot %s, up to %d drafted tokens.", settings.pilot, num_draft_tokens)
+    return Steering(choice, num_draft_tokens=num_draft_tokens, trained_block_size=int(trained))

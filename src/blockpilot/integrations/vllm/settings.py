@@ -1,0 +1,56 @@
+"""What the user asked for: a pilot in BLOCKPILOT_PILOT or in vLLM's `additional_config`. Without one the plugin is off.
+
+`additional_config` wins, because it travels with vLLM's configuration to workers on other nodes:
+
+    {"blockpilot": "chain-step"}
+    {"blockpilot": {"pilot": "chain-step", "allow_untested": true}}
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from blockpilot.core.config import allows_untested, chosen_pilot
+from blockpilot.core.errors import InputError
+
+logger = logging.getLogger("vllm.blockpilot")  # vLLM prints what is logged under its own name
+SUPPORTED = ((0, 32), (0, 33))  # from the first to below the second
+KEY = "blockpilot"  # in `additional_config`, and in the `extra_args` of a request
+OPTIONS = ("pilot", "allow_untested")
+
+
+@dataclass(frozen=True)
+class Settings:
+    pilot: str
+    allow_untested: bool = False
+
+
+def read_settings(vllm_config: Any) -> Settings | None:
+    """The settings of one engine; None: the plugin is off."""
+    additional = getattr(vllm_config, "additional_config", None)
+    given = additional.get(KEY) if isinstance(additional, Mapping) else None
+    if given is None:
+        pilot = chosen_pilot()
+        return Settings(pilot, allows_untested()) if pilot else None
+    options = {"pilot": given} if isinstance(given, str) else given
+    if not isinstance(options, Mapping) or not isinstance(options.get("pilot"), str):
+        raise InputError(f"additional_config: {KEY!r} must name a pilot, as in {{'blockpilot': 'chain-step'}}")
+    if unknown := set(options) - set(OPTIONS):
+        raise InputError(
+            f"additional_config: {KEY!r} has no option {sorted(unknown)[0]!r}; known: {', '.join(OPTIONS)}"
+        )
+    return Settings(options["pilot"], bool(options.get("allow_untested", allows_untested())))
+
+
+def is_supported(version: str) -> bool:
+    """Whether the plugin was made for this version of vLLM: its first two numbers decide."""
+    parts = version.split(".")[:2]
+    if len(parts) < 2 or not all(part.isdigit() for part in parts):
+        return False
+    return SUPPORTED[0] <= (int(parts[0]), int(parts[1])) < SUPPORTED[1]
+
+
+def supported_range() -> str:
+    first, last = (".".join(map(str, numbers)) for numbers in SUPPORTED)
+    return f">={first},<{last}"

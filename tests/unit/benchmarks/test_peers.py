@@ -1,0 +1,70 @@
+"""Peers on a tiny pair: what is compared, what is skipped, how differences are told."""
+
+import json
+import sys
+from pathlib import Path
+
+import peers
+import pytest
+
+from blockpilot.bench.audit import Difference
+from blockpilot.models.dflash_format import save_dflash
+from tests.tiny import make_dflash
+from tests.unit.bench.pieces import make_answer
+from tests.unit.training.pieces import save_target
+
+
+@pytest.fixture
+def pair(tmp_path: Path, model_cache: Path) -> list[str]:
+    """A saved pair and prompts of a known task: two for the test, one for calibration (c3)."""
+    save_target(tmp_path / "target")
+    save_dflash(make_dflash(is_second=True), tmp_path / "drafter")
+    lines = [json.dumps({"id": name, "turns": [f"what is {name}", "again"]}) for name in ("q0", "q1", "c3")]
+    (tmp_path / "gsm8k_test.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    models = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter")]
+    return [*models, "--data", str(tmp_path), "--tasks", "gsm8k", "--max-new-tokens", "12", "--threads", "1"]
+
+
+def test_every_engine_answers_every_prompt_and_a_missing_one_is_named(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)  # as if it were not installed
+    out = tmp_path / "out"
+    assert peers.main([*pair, "--out", str(out)]) == 0
+    spoken = capsys.readouterr()
+    assert "skipped llama.cpp: the package llama-cpp-python is missing: pip install" in spoken.err
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    names = ["ar", "best-fixed", "auto", "transformers", "transformers-lookup"]
+    assert [row["method"] for row in rows] == names
+    assert all(row["num_prompts"] == 2 and row["equal_share"] == 1.0 and row["ratio"] > 0 for row in rows)
+    answers = [json.loads(line) for line in (out / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(answers) == 2 * len(names)
+    assert len({tuple(a["token_ids"]) for a in answers if a["prompt_id"] == "q0"}) == 1
+    manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["contestants"].keys() == set(names) and manifest["skipped"].keys() == {"llama.cpp"}
+    assert all(name in spoken.out for name in names)
+    assert peers.main([*pair, "--out", str(out)]) == 2
+    assert "is not empty: choose another --out" in capsys.readouterr().err
+
+
+def test_rows_hold_ratio_share_of_equal_texts_and_the_first_difference() -> None:
+    def answers(task: str) -> list:
+        own = {"ar": (2.0, [4]), "other": (1.0, [4])}
+        return [
+            make_answer(emitted, method=name, seconds=seconds, task=task, prompt_id=f"q{place}", batch=place)
+            for name, (seconds, emitted) in own.items()
+            for place in range(2)
+        ]
+
+    def difference(task: str, prompt_id: str, position: int) -> Difference:
+        return Difference(task, "other", prompt_id, 0, 0, position, 0.02, False)
+
+    odd = [difference("quiz", "q0", 3), difference("quiz", "q1", 1), difference("talk", "q0", 2)]
+    rows = peers.build_rows([*answers("quiz"), *answers("talk")], odd, ["ar", "other"], "id")
+    found = {(row["task"], row["method"]): row for row in rows}
+    assert found["mean", "other"]["ratio"] == 2.0 and found["mean", "other"]["ratio_ci"] == [2.0, 2.0]
+    assert found["mean", "other"]["tokens_per_second"] == 4.0 and found["mean", "other"]["num_prompts"] == 4
+    assert found["mean", "other"]["equal_share"] == 0.25 and found["talk", "other"]["equal_share"] == 0.5
+    assert found["quiz", "ar"]["equal_share"] == 1.0 and found["quiz", "ar"]["first_difference"] is None
+    first = {"task": "quiz", "prompt_id": "q1", "position": 1, "gap": 0.02}
+    assert found["quiz", "other"]["first_difference"] == first

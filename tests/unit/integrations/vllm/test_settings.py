@@ -1,0 +1,52 @@
+import pytest
+
+from blockpilot.core.errors import InputError
+from blockpilot.integrations.vllm.settings import Settings, is_supported, read_settings
+from tests.unit.integrations.vllm.pieces import make_config
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in ("BLOCKPILOT_PILOT", "BLOCKPILOT_UNTESTED"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_settings_the_plugin_is_off(monkeypatch):
+    assert read_settings(make_config()) is None
+    monkeypatch.setenv("BLOCKPILOT_PILOT", " ")
+    assert read_settings(make_config()) is None
+
+
+def test_the_environment_names_a_pilot(monkeypatch):
+    monkeypatch.setenv("BLOCKPILOT_PILOT", "fixed:4")
+    assert read_settings(make_config()) == Settings("fixed:4")
+    monkeypatch.setenv("BLOCKPILOT_UNTESTED", "1")
+    assert read_settings(make_config()) == Settings("fixed:4", allow_untested=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("chain-step", Settings("chain-step")),
+        ({"pilot": "ar", "allow_untested": True}, Settings("ar", allow_untested=True)),
+    ],
+)
+def test_additional_config_wins_over_the_environment(monkeypatch, given, wanted):
+    monkeypatch.setenv("BLOCKPILOT_PILOT", "fixed:4")
+    assert read_settings(make_config(additional_config={"blockpilot": given})) == wanted
+
+
+@pytest.mark.parametrize("given", [3, {}, {"pilot": 4}, {"pilot": "ar", "size": 4}])
+def test_bad_settings_are_named(given):
+    with pytest.raises(
+        InputError, match="size" if isinstance(given, dict) and "size" in given else "must name a pilot"
+    ):
+        read_settings(make_config(additional_config={"blockpilot": given}))
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted"),
+    [("0.32.0", True), ("0.32.3+cpu", True), ("0.31.9", False), ("0.33.0", False), ("1.32.0", False), ("dev", False)],
+)
+def test_the_first_two_numbers_of_a_version_decide(version, wanted):
+    assert is_supported(version) == wanted

@@ -28,11 +28,10 @@ class ProposedTree:
 
     def path_scores(self) -> FloatArray:
         """Sum of log-probabilities [n] from the anchor to each node; never above the parent's."""
-        scores = np.zeros(len(self) + 1, dtype=np.float32)
-        steps = np.minimum(self.log_probs, 0)
-        for index, parent in enumerate(self.parents):
-            scores[index + 1] = scores[parent] + steps[index]
-        return scores[1:]
+        scores = [np.float32(0)]
+        for parent, step in zip(self.parents.tolist(), np.minimum(self.log_probs, 0), strict=True):
+            scores.append(scores[parent] + step)
+        return np.array(scores[1:], dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,13 @@ class Candidates:
     @property
     def width(self) -> int:
         return int(self.token_ids.shape[1])
+
+    def best_children(self) -> list[list[int]]:
+        """For every position and each rank of the parent, the child's rank with the best score; first, the anchor's."""
+        if self.pairwise is None or self.first is None:
+            return [[rank] * self.width for rank in self.log_probs.argmax(axis=-1).tolist()]
+        later: list[list[int]] = self.pairwise.argmax(axis=-1).tolist()
+        return [[int(self.first.argmax())], *later] if self.num_positions else []
 
     def child_log_probs(self, position: int, parent_rank: int) -> FloatArray:
         """Scores [K] of the candidates at `position`, given the rank of the parent chosen at `position - 1`."""

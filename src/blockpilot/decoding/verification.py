@@ -18,13 +18,11 @@ class Acceptance:
 
 
 def accept(tree: DraftTree, target_ids: Sequence[int]) -> Acceptance:
-    children = tree.children()
-    path, emitted, node = [0], [], 0
-    while True:
-        token_id = target_ids[node]
-        emitted.append(token_id)
-        child = children[node].get(token_id)
-        if child is None:
-            return Acceptance(tuple(path), tuple(emitted))
-        path.append(child)
-        node = child
+    """Children stand behind their parents, so one look at every node finds the whole path."""
+    node, path, emitted = 0, [0], [target_ids[0]]
+    for index, (parent, token_id) in enumerate(zip(tree.parents, tree.token_ids, strict=True)):
+        if parent == node and token_id == emitted[-1]:  # the first of two equal siblings: the next has another parent
+            node = index
+            path.append(index)
+            emitted.append(target_ids[index])
+    return Acceptance(tuple(path), tuple(emitted))

@@ -44,23 +44,25 @@ class Calibration:
         table = self._tables.get((depth, size))
         if table is None:
             table = self._tables[depth, size] = _Table(self.weights, depth, size)
-        # Children lie along the first axis: numpy reduces over it several times faster than over a short last one.
-        scores = np.empty((size, depth, size), dtype=np.float32)  # [child, position, parent]
-        marginals = candidates.log_probs[:, :size].T[:, :, None]  # [child, position, 1]
-        if candidates.pairwise is None or candidates.first is None:
-            scores[:] = marginals
-        else:
+        marginals = np.maximum(candidates.log_probs[:, :size].T[:, :, None], MIN_LOG_PROB)  # [child, position, 1]
+        scores = marginals  # the same after every parent
+        if candidates.pairwise is not None and candidates.first is not None:
+            scores = np.empty((size, depth, size), dtype=np.float32)  # [child, position, parent]
             scores[:, 0] = candidates.first[:size, None]
             scores[:, 1:] = candidates.pairwise[:, :size, :size].transpose(2, 0, 1)
+            np.maximum(scores, MIN_LOG_PROB, out=scores)
         found = table.apply(scores, marginals).transpose(1, 2, 0)
         return found[0, 0], found[1:]
 
 
 class _Table:
-    """The weights laid out for one number of positions and candidates."""
+    """The weights laid out for one number of positions and candidates, all negated: see `sigmoid_of_negated`.
+
+    Children lie along the first axis: numpy reduces over it several times faster than over a short last one.
+    """
 
     def __init__(self, weights: FloatArray, depth: int, size: int) -> None:
-        rows = weights[np.minimum(np.arange(depth), len(weights) - 1)].T[:, :, None]  # [features, position, 1]
+        rows = -weights[np.minimum(np.arange(depth), len(weights) - 1)].T[:, :, None]  # [features, position, 1]
         ranks = np.log1p(np.arange(size, dtype=np.float32))
         parents = np.where(np.arange(depth)[:, None] > 0, ranks[None, :], 0)  # [position, parent]: the anchor is one
         self.offset = rows[0] + rows[4] * ranks[:, None, None] + rows[5] * parents  # [child, position, parent]
@@ -68,13 +70,13 @@ class _Table:
         self.has_marginal, self.has_gap = bool(rows[2].any()), bool(rows[3].any())
 
     def apply(self, scores: FloatArray, marginals: FloatArray) -> FloatArray:
-        np.maximum(scores, MIN_LOG_PROB, out=scores)
-        logits = self.conditional * logit(scores) + self.offset
+        """Probabilities [child, position, parent]; the last axis of `scores` is 1 where parents share them."""
+        negated = self.conditional * logit(scores) + self.offset
         if self.has_marginal:
-            logits += self.marginal * np.maximum(marginals, MIN_LOG_PROB)
+            negated += self.marginal * marginals
         if self.has_gap:
-            logits += self.gap * (scores.max(axis=0) - scores)
-        found = sigmoid(logits)
+            negated += self.gap * (scores.max(axis=0) - scores)
+        found = sigmoid_of_negated(negated)
         found /= np.maximum(found.sum(axis=0), 1)
         return found
 
@@ -100,13 +102,22 @@ def feature_rows(scores: FloatArray, marginals: FloatArray, parent_ranks: NDArra
 
 def logit(log_probs: FloatArray) -> FloatArray:
     """log(p / (1 - p)) of log p."""
-    shares: FloatArray = np.minimum(np.exp(log_probs), MAX_PROBABILITY)
-    return log_probs - np.log1p(-shares)
+    found: FloatArray = np.exp(log_probs)
+    np.minimum(found, MAX_PROBABILITY, out=found)
+    np.log1p(np.negative(found, out=found), out=found)
+    return np.subtract(log_probs, found, out=found)
 
 
 def sigmoid(logits: FloatArray) -> FloatArray:
-    odds: FloatArray = np.exp(-np.maximum(logits, np.float32(-60)))
-    return (1 / (1 + odds)).astype(np.float32, copy=False)
+    return sigmoid_of_negated(np.negative(logits))
+
+
+def sigmoid_of_negated(values: FloatArray) -> FloatArray:
+    """sigmoid(-values), written into them. Weights that are negated once save a pass over every array of logits."""
+    np.minimum(values, 60, out=values)
+    np.exp(values, out=values)
+    values += 1
+    return np.reciprocal(values, out=values)
 
 
 def expected_calibration_error(probabilities: FloatArray, hits: NDArray[np.bool_], num_bins: int = 15) -> float:

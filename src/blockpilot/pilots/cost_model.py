@@ -61,15 +61,18 @@ class CostSurface:
             )
             for size in sorted({point.batch_size for point in points})
         }
+        self.depends_on_context = bool(self.per_request or self.per_token)
         self._rows: dict[int, Values] = {}
+        self._slopes: Values = np.zeros(0)  # milliseconds per context token of a request with 1, 2, .. tokens
 
     def row(self, num_tokens: int, batch_size: int, context_length: int) -> Values:
         """Milliseconds [num_tokens] of 1 .. num_tokens tokens per request; do not write into it."""
         base = self._base_row(num_tokens, batch_size)[:num_tokens]
-        if not self.per_request and not self.per_token:
+        if not self.depends_on_context:
             return base
-        weight = batch_size * context_length
-        return base + weight * (self.per_request + self.per_token * np.arange(1, num_tokens + 1))
+        if num_tokens > len(self._slopes):
+            self._slopes = self.per_request + self.per_token * np.arange(1.0, num_tokens + 1)
+        return base + batch_size * context_length * self._slopes[:num_tokens]
 
     def at(self, tokens: int, batch_size: int, context_length: int) -> float:
         base = float(self._base_row(tokens, batch_size)[tokens - 1])
@@ -150,6 +153,11 @@ class StepCosts:
     def linear(cls, draft: float = 0.15, fixed: float = 1.0, slope: float = 0.02) -> "StepCosts":
         """An imagined load: draft + fixed + slope * drafted tokens checked. With fixed = 1 the unit is a plain step."""
         return cls((CostPoint(2, draft),), (CostPoint(1, fixed), CostPoint(2, fixed + slope)))
+
+    @property
+    def depends_on_context(self) -> bool:
+        """Whether checking takes longer behind a longer context. False also where one context alone was measured."""
+        return self._verify.depends_on_context
 
     def draft_ms(self, block_size: int, batch_size: int = 1) -> float:
         return self._draft.at(block_size, batch_size, 0) if block_size > 1 else 0.0

@@ -10,13 +10,13 @@ function of what is remembered, fitted on traces. Without a fit a geometric law 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.core.candidates import FloatArray
 from blockpilot.core.errors import InputError
-from blockpilot.pilots.calibration import sigmoid
 
 FEATURES = ("one", "average", "last", "expected", "has_drafted")
 HEAD = 3  # positions of a draft that speak for its confidence, whatever the draft size
@@ -82,18 +82,40 @@ class Forecast:
 
     def expected(self, recent: Recent) -> NDArray[np.float64]:
         """Tokens a step emits [sizes, levels, nodes + 1] if so many nodes are checked, 0 first."""
-        curves = np.ones((len(self.draft_sizes), NUM_LEVELS, self.num_nodes + 1))
         if self.weights is not None:
-            curves[..., 1:] += sigmoid(self.weights @ recent.features()).cumsum(axis=-1)
-            return curves
+            surplus = np.tanh(self._half_weights.dot(recent.features())).reshape(self._shape)
+            surplus *= 0.5  # what a node's probability is above 1/2
+            return np.add.accumulate(surplus, axis=-1) + self._ramp
         mean = (recent.average + recent.expected) / 2 if recent.has_drafted else recent.average
         means = np.maximum(1 + LEVEL_SHARES * (mean - 1), 1.01)
-        return self._geometric(curves, 1 - 1 / means)
+        return self._geometric(1 - 1 / means)
 
-    def _geometric(self, curves: NDArray[np.float64], shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _geometric(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
         """Every position is right with probability `share`; a tree's nodes fall off more slowly and reach further."""
-        ranks = np.arange(1.0, self.num_nodes + 1)
-        curves[..., 1:] += np.cumsum(shares[:, None] ** (ranks if self.is_chain else ranks**0.8), axis=-1)
+        curves = np.ones(self._shape)
+        curves[..., 1:] += np.add.accumulate(shares[:, None] ** self._exponents, axis=-1)
         reach = shares if self.is_chain else shares**0.5  # [levels]
         limits = (1 - reach ** np.array(self.draft_sizes)[:, None]) / (1 - reach)  # [sizes, levels]
-        return np.minimum(curves, limits[..., None])
+        return np.minimum(curves, limits[..., None], out=curves)
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        return len(self.draft_sizes), NUM_LEVELS, self.num_nodes + 1
+
+    @cached_property
+    def _half_weights(self) -> NDArray[np.float64]:
+        """[sizes * levels * (nodes + 1), features], with zeros for no node. sigmoid(x) = 1/2 + tanh(x / 2) / 2."""
+        assert self.weights is not None
+        padded = np.pad(self.weights.astype(np.float64), ((0, 0), (0, 0), (1, 0), (0, 0)))
+        return padded.reshape(-1, len(FEATURES)) / 2
+
+    @cached_property
+    def _ramp(self) -> NDArray[np.float64]:
+        """What n nodes bring if each is right with probability 1/2; the target's own token comes on top."""
+        return 1 + np.arange(self.num_nodes + 1) / 2
+
+    @cached_property
+    def _exponents(self) -> NDArray[np.float64]:
+        ranks = np.arange(1.0, self.num_nodes + 1)
+        exponents: NDArray[np.float64] = ranks if self.is_chain else ranks**0.8
+        return exponents

@@ -5,12 +5,13 @@ first, parents before children. `grow_chain` and `grow_tree` take a number of no
 as many as bring the most tokens per millisecond.
 """
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from blockpilot.core.candidates import Candidates, FloatArray, IntArray, ProposedTree
 from blockpilot.pilots.base import Nodes
@@ -33,7 +34,14 @@ class Growth:
 
 def grow_chain(candidates: Candidates, max_nodes: int) -> Nodes:
     """The single best path: at every position the likeliest child of the one before."""
-    return [(parent, token_id) for _, parent, token_id in islice(_chain_stream(candidates), max_nodes)]
+    if candidates.tree is not None:
+        return [(parent, token_id) for _, parent, token_id in islice(proposed_chain(candidates.tree), max_nodes)]
+    nodes: Nodes = []
+    rank = 0
+    for position, children in enumerate(candidates.best_children()[:max_nodes]):
+        rank = children[rank]
+        nodes.append((position, candidates.token_ids.item(position, rank)))
+    return nodes
 
 
 def grow_tree(candidates: Candidates, num_nodes: int) -> Nodes:
@@ -41,20 +49,23 @@ def grow_tree(candidates: Candidates, num_nodes: int) -> Nodes:
     return [(parent, token_id) for _, parent, token_id in islice(_tree_stream(candidates), num_nodes)]
 
 
-def grow_by_cost(stream: Stream, step_ms: Sequence[float], trust: float = 1.0) -> Growth:
+def grow_by_cost(
+    stream: Stream, step_ms: Sequence[float], trust: float = 1.0, rises: Sequence[float] | None = None
+) -> Growth:
     """As many nodes as maximise expected tokens / milliseconds; `step_ms[n]` is a step that checks n nodes.
 
     All probabilities count `trust` times. Costs may rise in stairs, so the best number may lie behind a dip. With n
     nodes taken and the best rate r so far, m more can win only if their probabilities exceed r * (step_ms[n + m] -
-    step_ms[n]). None exceeds the next node's, so growth ends when that lies below r * the smallest later rise.
+    step_ms[n]). None exceeds the next node's, so growth ends when that lies below r * the smallest later rise: one of
+    `rises`, which are `smallest_rises(step_ms)` where the caller knows them already.
     """
-    rises = np.diff(step_ms)
-    floors = np.minimum.accumulate(rises[::-1])[::-1].tolist()  # [n]: the smallest rise from n nodes on
+    if rises is None:
+        rises = smallest_rises(np.array(step_ms))
     nodes: Nodes = []
     promised = best_promised = 0.0
     best_rate, best_count = 1.0 / step_ms[0], 0
-    for count, (probability, parent, token_id) in enumerate(islice(stream, len(floors)), start=1):
-        if trust * probability <= best_rate * floors[count - 1]:
+    for count, (probability, parent, token_id) in enumerate(islice(stream, len(rises)), start=1):
+        if trust * probability <= best_rate * rises[count - 1]:
             break
         nodes.append((parent, token_id))
         promised += probability
@@ -64,43 +75,60 @@ def grow_by_cost(stream: Stream, step_ms: Sequence[float], trust: float = 1.0) -
     return Growth(nodes[:best_count], best_promised)
 
 
+def smallest_rises(step_ms: NDArray[np.float64]) -> list[float]:
+    """For n = 0, 1, ..: the least that any single node from n on adds to a step's milliseconds."""
+    rises: list[float] = np.minimum.accumulate((step_ms[1:] - step_ms[:-1])[::-1])[::-1].tolist()
+    return rises
+
+
 def best_first(first: FloatArray, later: FloatArray, token_ids: IntArray) -> Stream:
     """All paths through probabilities `first` [K] and `later` [D-1, K, K] of the tokens [D, K].
 
     The heap holds, for every node taken, its best child not yet taken. Taking a child puts back its next sibling and
-    its own first child, so at most two entries are added per node.
+    its own first child, so at most two entries are added per node. Equal paths come in the order of their age, equal
+    siblings in the order of their ranks.
     """
     if not len(token_ids):
         return
-    last = len(token_ids) - 1
-    ranks = range(len(first))
-    family = sorted(zip((-first).tolist(), ranks, strict=True))  # (-probability, rank), best first
-    heap = [(family[0][0], 0, 0, 0, 0, 1.0, family)]  # (-path, age, parent, position, sibling, parent's path, family)
+    ids, last, width = token_ids.tolist(), len(token_ids) - 1, len(first)
+    row = first.tolist()
+    ordered = sorted(row, reverse=True)
+    families: dict[int, tuple[list[float], list[float]]] = {}  # parent -> its children by rank, and best first
+    # (-path, age, parent, position, sibling, first rank it may have, parent's path, siblings by rank, and best first)
+    heap = [(-ordered[0], 0, 0, 0, 0, 0, 1.0, row, ordered)]
     age = taken = 0
     while heap:
-        negative, _, parent, position, sibling, above, family = heap[0]
-        rank = family[sibling][1]
-        yield -negative, parent, int(token_ids[position, rank])
+        negative, _, parent, position, sibling, start, above, row, ordered = heap[0]
+        share = ordered[sibling]
+        rank = row.index(share, start)
+        yield -negative, parent, ids[position][rank]
         taken += 1
         age += 2
         sibling += 1
-        if sibling < len(family):
-            heapq.heapreplace(heap, (above * family[sibling][0], age, parent, position, sibling, above, family))
+        if sibling < width:
+            start = rank + 1 if ordered[sibling] == share else 0
+            path = -above * ordered[sibling]
+            heapreplace(heap, (path, age, parent, position, sibling, start, above, row, ordered))
         else:
-            heapq.heappop(heap)
+            heappop(heap)
         if position < last:
-            children = sorted(zip((-later[position, rank]).tolist(), ranks, strict=True))
-            entry = (-negative * children[0][0], age + 1, taken, position + 1, 0, -negative, children)
-            heapq.heappush(heap, entry)
+            place = position * width + rank
+            if place not in families:
+                row = later[position, rank].tolist()
+                families[place] = row, sorted(row, reverse=True)
+            row, ordered = families[place]
+            heappush(heap, (negative * ordered[0], age + 1, taken, position + 1, 0, 0, -negative, row, ordered))
 
 
 def likeliest_chain(first: FloatArray, later: FloatArray, token_ids: IntArray) -> Stream:
     """The path that takes the likeliest child at every position; arguments as for `best_first`."""
     path, row = 1.0, first
     for position in range(len(token_ids)):
-        rank = int(row.argmax())
-        path *= float(row[rank])
-        yield path, position, int(token_ids[position, rank])
+        probabilities = row.tolist()
+        best = max(probabilities)
+        rank = probabilities.index(best)
+        path *= best
+        yield path, position, token_ids.item(position, rank)
         if position < len(later):
             row = later[position, rank]
 
@@ -108,26 +136,27 @@ def likeliest_chain(first: FloatArray, later: FloatArray, token_ids: IntArray) -
 def proposed_nodes(tree: ProposedTree) -> Stream:
     """A drafter's own tree by path score. No child outscores its parent and ties keep the order: parents come first."""
     scores = tree.path_scores()
-    places = {0: 0}
+    paths, parents, token_ids = np.exp(scores).tolist(), tree.parents.tolist(), tree.token_ids.tolist()
+    places = [0] * (len(tree) + 1)
     for place, index in enumerate(np.argsort(-scores, kind="stable").tolist(), start=1):
         places[index + 1] = place
-        yield float(np.exp(scores[index])), places[int(tree.parents[index])], int(tree.token_ids[index])
+        yield paths[index], places[parents[index]], token_ids[index]
 
 
 def proposed_chain(tree: ProposedTree) -> Stream:
     """The likeliest path of a drafter's own tree."""
+    log_probs = tree.log_probs.tolist()
+    best: dict[int, int] = {}  # parent -> its likeliest child, the first of equals
+    for node, parent in enumerate(tree.parents.tolist(), start=1):
+        if parent not in best or log_probs[node - 1] > log_probs[best[parent] - 1]:
+            best[parent] = node
     path, at, place = 1.0, 0, 0
-    while len(children := np.flatnonzero(tree.parents == at)):
-        best = int(children[np.argmax(tree.log_probs[children])])
-        path *= float(np.exp(min(tree.log_probs[best], 0)))
-        yield path, place, int(tree.token_ids[best])
-        at, place = best + 1, place + 1
-
-
-def _chain_stream(candidates: Candidates) -> Stream:
-    if candidates.tree is not None:
-        return proposed_chain(candidates.tree)
-    return likeliest_chain(*_scores(candidates), candidates.token_ids)
+    shares = np.exp(np.minimum(tree.log_probs, 0))
+    while at in best:
+        at = best[at]
+        path *= shares.item(at - 1)
+        yield path, place, tree.token_ids.item(at - 1)
+        place += 1
 
 
 def _tree_stream(candidates: Candidates) -> Stream:

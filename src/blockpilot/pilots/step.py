@@ -7,8 +7,10 @@ them exactly.
 """
 
 import copy
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, tee
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from blockpilot.pilots.growth import (
     proposed_chain,
     proposed_nodes,
 )
+from blockpilot.pilots.step_table import StepTable, StepTables
 
 DRAFT_SIZES = (4, 8, 16)
 WIDTH = 16  # candidates per position a tree may branch into
@@ -43,7 +46,7 @@ class Gate:
     wait: int = FIRST_WAIT
     num_plain: int = 0  # steps since the gate closed or the last probe
 
-    def is_open(self, advantage: float, limit: float) -> bool:
+    def is_open(self, advantage: float, limit: Callable[[], float]) -> bool:
         """`advantage`: expected speed of drafting over plain decoding; `limit`: the same if every node were right."""
         if self.is_closed and advantage > RETURN:
             self.is_closed, self.wait = False, FIRST_WAIT
@@ -51,7 +54,7 @@ class Gate:
             self.is_closed, self.num_plain = True, 0
         if not self.is_closed:
             return True
-        if self.num_plain >= self.wait and limit > RETURN:
+        if self.num_plain >= self.wait and limit() > RETURN:
             self.num_plain, self.wait = 0, min(2 * self.wait, LAST_WAIT)
             return True
         self.num_plain += 1
@@ -77,6 +80,7 @@ class StepPilot(Pilot):
         given, wanted = [(one.draft_sizes, one.is_chain) for one in (self._forecast, self)]
         if given != wanted:
             raise InputError(f"the forecast is for (draft sizes, chain) {given}, the pilot for {wanted}")
+        self._tables = StepTables(self.costs, self.draft_sizes, self._forecast.num_nodes)
         self._growth: Growth | None = None  # what the last step checked; None: it did not draft
 
     @property
@@ -97,47 +101,55 @@ class StepPilot(Pilot):
         if self._growth is not None:
             checked, self._growth = self._growth, None
             self.recent.record_step(emitted=inputs.last_emitted, depth=checked.depth, promised=checked.promised)
-        sizes = [size for size in self.draft_sizes if size <= inputs.max_block_size]
-        if not sizes:
+        count = bisect_right(self.draft_sizes, inputs.max_block_size)
+        if not count:
             return 0
-        expected = np.minimum(self._forecast.expected(self.recent)[: len(sizes)], inputs.num_remaining)
-        expected = np.minimum.accumulate(expected[::-1], axis=0)[::-1]  # a larger draft shows what a smaller one does
-        rest = self._rest_ms(inputs)
-        drafts = np.array([self.costs.draft_ms(size, inputs.batch_size) for size in sizes])
-        step_ms = drafts[:, None] + rest  # [sizes, nodes + 1]
-        counts = (expected / step_ms[:, None]).argmax(axis=-1)  # [sizes, levels]: nodes that will be checked
-        tokens = np.take_along_axis(expected, counts[..., None], axis=-1).sum(axis=(1, 2))
-        rates = tokens / np.take_along_axis(step_ms, counts, axis=-1).sum(axis=-1)
-        best = len(sizes) - 1
+        table = self._tables.at(inputs.batch_size, inputs.context_length)
+        rates = self._rates(table, count, inputs.num_remaining)
+        best = count - 1
         for smaller in range(best - 1, -1, -1):
             best = smaller if rates[smaller] > SIZE_MARGIN * rates[best] else best
-        reach = np.minimum(np.arange(1, len(rest) + 1), sizes[best])
-        limit = float((reach / step_ms[best]).max())
-        is_open = self.gate.is_open(float(rates[best] * rest[0]), limit * float(rest[0]))
-        return sizes[best] if is_open else 0
+        size, plain_ms = self.draft_sizes[best], float(table.rest_ms[0])
+
+        def limit() -> float:
+            reach = np.minimum(np.arange(1, len(table.rest_ms) + 1), size)
+            return float((reach / table.step_ms[best]).max()) * plain_ms
+
+        return size if self.gate.is_open(rates[best] * plain_ms, limit) else 0
+
+    def _rates(self, table: StepTable, count: int, num_remaining: int) -> list[float]:
+        """Expected tokens per millisecond of the first `count` draft sizes, over poor, common and good drafts."""
+        expected = self._forecast.expected(self.recent)[:count]  # [sizes, levels, nodes + 1]
+        if num_remaining < expected.shape[-1]:
+            np.minimum(expected, num_remaining, out=expected)
+        for size in range(count - 1, 0, -1):  # a larger draft shows what a smaller one does
+            np.minimum(expected[size - 1], expected[size], out=expected[size - 1])
+        best = (expected / table.step_ms[:count, None]).argmax(axis=-1).tolist()  # nodes that will be checked
+        rates = []
+        for size, step_ms in enumerate(table.step_lists[:count]):
+            tokens = ms = 0.0
+            for level, num_nodes in enumerate(best[size]):
+                tokens += expected.item(size, level, num_nodes)
+                ms += step_ms[num_nodes]
+            rates.append(tokens / ms)
+        return rates
 
     def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
         depth = min(candidates.num_positions, inputs.num_remaining - 1)  # deeper tokens could not be emitted
-        draft_ms = self.costs.draft_ms(candidates.num_positions + 1, inputs.batch_size)
-        step_ms = (draft_ms + self._rest_ms(inputs)).tolist()
         calibration = self.sampled if self.sampled is not None and inputs.temperature > 0 else self.calibration
-        self._growth = self._grow(candidates, calibration, depth, step_ms)
+        head, nodes = self._streams(candidates, calibration, depth)
+        self.recent.record_draft([path for path, _, _ in islice(head, HEAD)])
+        table = self._tables.at(inputs.batch_size, inputs.context_length)
+        step_ms, rises = table.growth(candidates.num_positions + 1)
+        self._growth = grow_by_cost(nodes, step_ms, self.recent.trust, rises)
         return self._growth.nodes
 
-    def _rest_ms(self, inputs: PilotInputs) -> np.ndarray:
-        """A step's milliseconds without the draft [nodes + 1], if every request of the batch checks as many nodes."""
-        count = self._forecast.num_nodes + 1
-        return self.costs.verify_row(count, inputs.batch_size, inputs.context_length) + self.costs.overhead_ms
-
-    def _grow(self, candidates: Candidates, calibration: Calibration, depth: int, step_ms: list[float]) -> Growth:
-        nodes: Stream
+    def _streams(self, candidates: Candidates, calibration: Calibration, depth: int) -> tuple[Stream, Stream]:
+        """The draft's likeliest chain, and the nodes to choose from."""
         if candidates.tree is not None:  # grown by the drafter: pruned as it is scored
-            chain = proposed_chain(candidates.tree)
-            nodes = proposed_chain(candidates.tree) if self.is_chain else proposed_nodes(candidates.tree)
-        else:
-            first, later = calibration.probabilities(candidates, WIDTH)
-            given = (first, later[: max(depth - 1, 0)], candidates.token_ids[:depth])
-            chain = likeliest_chain(*given)
-            nodes = likeliest_chain(*given) if self.is_chain else best_first(*given)
-        self.recent.record_draft([path for path, _, _ in islice(chain, HEAD)])
-        return grow_by_cost(nodes, step_ms, self.recent.trust)
+            head, chain = tee(proposed_chain(candidates.tree))
+            return head, chain if self.is_chain else proposed_nodes(candidates.tree)
+        token_ids = candidates.token_ids[: max(depth, 0)]
+        first, later = calibration.probabilities(candidates, WIDTH)
+        head, chain = tee(likeliest_chain(first, later, token_ids))
+        return head, chain if self.is_chain else best_first(first, later, token_ids)

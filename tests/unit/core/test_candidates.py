@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from blockpilot.core.candidates import Candidates
 
@@ -29,3 +30,16 @@ def test_pairwise_scores_depend_on_the_parent():
     np.testing.assert_array_equal(candidates.child_log_probs(0, 0), first)
     np.testing.assert_array_equal(candidates.child_log_probs(1, 1), pairwise[0, 1])
     np.testing.assert_array_equal(candidates.child_log_probs(2, 0), pairwise[1, 0])
+
+
+@pytest.mark.parametrize("is_pairwise", [False, True])
+def test_best_children_have_the_best_scores(is_pairwise: bool) -> None:
+    random = np.random.default_rng(0)
+    scores = random.normal(size=(4, 3, 3)).astype(np.float32)
+    pairs = {"first": scores[0, 0], "pairwise": scores[1:]} if is_pairwise else {}
+    candidates = Candidates(np.zeros((4, 3), dtype=np.int64), scores[:, 0], **pairs)
+    best = candidates.best_children()
+    assert len(best) == 4
+    for position in range(4):
+        for parent in range(3 if position else 1):
+            assert best[position][parent] == int(candidates.child_log_probs(position, parent).argmax())

@@ -76,3 +76,15 @@ def test_calibration_error_of_known_frequencies() -> None:
     told = np.repeat(np.array([0.2, 0.8], dtype=np.float32), 500)
     hits = np.concatenate([np.arange(500) < 100, np.arange(500) < 300])
     assert expected_calibration_error(told, hits, num_bins=2) == pytest.approx(0.1, abs=1e-6)
+
+
+def test_scores_that_parents_share_need_no_pairs() -> None:
+    random = np.random.default_rng(3)
+    marginals = -np.sort(random.exponential(size=(5, 4)).astype(np.float32) * 20)
+    ids = np.zeros((5, 4), dtype=np.int64)
+    pairs = np.repeat(marginals[1:, None], 4, axis=1)
+    calibration = Calibration(random.normal(size=(3, 6)).astype(np.float32))
+    plain = calibration.probabilities(Candidates(ids, marginals))
+    paired = calibration.probabilities(Candidates(ids, marginals, marginals[0], pairs))
+    np.testing.assert_array_equal(plain[0], paired[0])
+    np.testing.assert_array_equal(plain[1], paired[1])

@@ -76,3 +76,13 @@ def test_fit_uses_what_is_remembered() -> None:
         for a in (1.2, 4.0)
     ]
     assert after[1] > after[0] + 0.3
+
+
+def test_curves_add_up_the_probabilities_of_nodes() -> None:
+    random = np.random.default_rng(0)
+    weights = random.normal(size=(2, 3, 7, 5)).astype(np.float32)
+    recent = Recent(average=3.0, last=2.0, expected=2.5, has_drafted=True)
+    probabilities = 1 / (1 + np.exp(-(weights.astype(np.float64) @ recent.features())))
+    found = Forecast((4, 8), num_nodes=7, weights=weights).expected(recent)
+    np.testing.assert_allclose(found[..., 1:], 1 + probabilities.cumsum(axis=-1), rtol=1e-12)
+    assert (found[..., 0] == 1).all()

@@ -1,6 +1,6 @@
 """Chains and trees out of candidates, against every path written out."""
 
-from itertools import product
+from itertools import islice, pairwise, product
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from blockpilot.pilots.growth import (
     likeliest_chain,
     proposed_chain,
     proposed_nodes,
+    smallest_rises,
 )
 
 POSITIONS, WIDTH = 4, 3
@@ -151,3 +152,24 @@ def test_a_drafters_own_tree_is_pruned_by_value() -> None:
     assert growth.nodes == [(0, 10), (0, 11), (1, 12), (2, 13)]  # 0.6, 0.3, 0.3, 0.27; 0.06 does not pay
     assert growth.promised == pytest.approx(0.6 + 0.3 + 0.3 + 0.27)
     assert [node for _, *node in proposed_chain(tree)] == [[0, 10], [1, 12], [2, 14]]
+
+
+def test_equal_siblings_come_in_the_order_of_their_ranks() -> None:
+    first = np.array([0.25, 0.5, 0.25, 0.25], dtype=np.float32)
+    nodes = list(best_first(first, np.zeros((0, 4, 4), dtype=np.float32), np.array([[10, 11, 12, 13]])))
+    assert nodes == [(0.5, 0, 11), (0.25, 0, 10), (0.25, 0, 12), (0.25, 0, 13)]
+
+
+def test_of_equal_paths_the_older_comes_first() -> None:
+    halves = np.full((2, 2, 2), 0.5, dtype=np.float32)
+    nodes = [node for _, *node in islice(best_first(halves[0, 0], halves, TOKEN_IDS[:3, :2]), 6)]
+    assert nodes == [[0, 100], [0, 101], [1, 103], [2, 103], [1, 104], [2, 104]]
+
+
+def test_known_rises_change_nothing() -> None:
+    candidates, costs = random_candidates(4, is_pairwise=True), random_costs(4, 40)
+    assert candidates.first is not None and candidates.pairwise is not None
+    given = (np.exp(candidates.first), np.exp(candidates.pairwise), candidates.token_ids)
+    rises = smallest_rises(np.array(costs))
+    assert rises == [min(b - a for a, b in pairwise(costs[n:])) for n in range(40)]
+    assert grow_by_cost(best_first(*given), costs, 0.9, rises) == grow_by_cost(best_first(*given), costs, 0.9)

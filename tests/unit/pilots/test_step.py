@@ -162,3 +162,20 @@ def test_online_a_right_drafter_is_used_and_a_wrong_one_left(shift: int) -> None
 def test_names() -> None:
     assert [make_pilot(FLAT).name, make_pilot(FLAT, is_chain=True).name] == ["step", "chain-step"]
     assert make_pilot(FLAT, label="auto").name == "auto"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rates_of_draft_sizes_are_tokens_over_milliseconds(seed: int) -> None:
+    """Written out: each level checks its best number of nodes; tokens of all levels over milliseconds of all."""
+    random = np.random.default_rng(seed)
+    weights = (random.normal(size=(3, 3, 63, 5)) * [0.5, 0.2, 0.2, 0.2, 0.5]).astype(np.float32)
+    costs = StepCosts.linear(draft=0.2, slope=random.choice([0.0, 0.01, 0.1]))
+    pilot = make_pilot(costs, forecast=Forecast((4, 8, 16), weights=weights))
+    table = pilot._tables.at(1, 20)
+    expected = np.minimum(pilot._forecast.expected(pilot.recent), 30)
+    for index in (1, 0):
+        expected[index] = np.minimum(expected[index], expected[index + 1])
+    for index, rate in enumerate(pilot._rates(table, 3, 30)):
+        counts = [int((level / table.step_ms[index]).argmax()) for level in expected[index]]
+        tokens = sum(level[count] for level, count in zip(expected[index], counts, strict=True))
+        assert rate == pytest.approx(tokens / sum(costs.step_ms((4, 8, 16)[index], count + 1) for count in counts))

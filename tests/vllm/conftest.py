@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from blockpilot.integrations.vllm import costs
 from blockpilot.models.export import export_target
 from blockpilot.models.shipped import shipped_folder
 
@@ -64,17 +65,19 @@ def plain_answers(ask_elsewhere: Callable[..., SimpleNamespace]) -> list[list[in
 
 @pytest.fixture(scope="session")
 def engine(target_folder: Path, drafter_folder: Path) -> Any:
-    """Prompts longer than 64 tokens are read in pieces; prefixes are cached in pages of 32 tokens."""
+    """Prompts longer than 64 tokens are read in pieces; prefixes are cached in pages of 32 tokens; costs are assumed."""
     from tests.vllm.answering import make_llm
 
-    return make_llm(
-        target_folder,
-        drafter_folder,
-        additional_config={"blockpilot": "chain-step"},
-        max_num_batched_tokens=64 + 4 * (NUM_DRAFT_TOKENS + 1),
-        enable_prefix_caching=True,
-        per_request_spec_decode_metrics="detailed",
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "costs_path", lambda key: target_folder / "no-costs.json")
+        return make_llm(
+            target_folder,
+            drafter_folder,
+            additional_config={"blockpilot": "chain-step"},
+            max_num_batched_tokens=64 + 4 * (NUM_DRAFT_TOKENS + 1),
+            enable_prefix_caching=True,
+            per_request_spec_decode_metrics="detailed",
+        )
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,8 @@ def ensure_costs(llm: "LLM") -> StepCosts:
     known = load_profile(profile_key(llm))
     if known is not None:
         return known
-    plan = ProfilePlan.quick(contexts=(min(256, llm.engine.context_length // 2),))
+    is_gpu = llm.device_type == "cuda"
+    plan = ProfilePlan.quick(contexts=(min(256, llm.engine.context_length // 2),), is_gpu=is_gpu)
     costs = measure(llm, plan)
     if costs.key["num_rounds"] < plan.num_rounds or costs.fit_error.leave_one_out > MAX_ERROR:
         logger.warning("step costs are uncertain because the machine is busy; they are not remembered")

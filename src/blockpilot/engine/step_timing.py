@@ -1,7 +1,8 @@
 """Times drafts and checks with the engine's own objects.
 
-Slots are filled with random tokens; then drafts of several sizes and checks of several widths run in turns, in a new
-order every round, so that drift hits all alike. Nothing is kept of a pass, so the context stays as long as it is.
+Slots are filled with random tokens; then drafts of several sizes and checks of trees of several sizes run in turns, in
+a new order every round, so that drift hits all alike. What the host does for a check is part of it: on a fast GPU
+growing a tree takes as long as checking it. Nothing is kept of a pass, so the context stays as long as it is.
 """
 
 import random
@@ -13,18 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from blockpilot.core.candidates import Candidates
 from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.errors import InputError
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest, Observation
+from blockpilot.decoding.verification import accept
 from blockpilot.pilots.cost_model import CostPoint, StepCosts
+from blockpilot.pilots.growth import grow_tree
 
 if TYPE_CHECKING:
     from blockpilot.engine.llm import LLM
 
 NUM_CANDIDATES = 16
+NUM_POSITIONS = 15
 NUM_OBSERVED = 3  # tokens a drafted step keeps, for the overhead
 Passes = dict[tuple[str, int], Callable[[], object]]  # ("draft" or "verify", tokens per request) -> run it once
 
@@ -40,11 +46,13 @@ class ProfilePlan:
     is_quick: bool = False
 
     @classmethod
-    def quick(cls, batch_sizes: tuple[int, ...] = (1,), contexts: tuple[int, ...] = (256,)) -> "ProfilePlan":
-        """A second or two on the default CPU pair."""
+    def quick(
+        cls, batch_sizes: tuple[int, ...] = (1,), contexts: tuple[int, ...] = (256,), *, is_gpu: bool = False
+    ) -> "ProfilePlan":
+        """A second or two on the default CPU pair; a GPU, where large trees pay, is timed with those too."""
         return cls(
             draft_sizes=(4, 8, 16),
-            verify_totals=(1, 2, 4, 8, 10, 16, 32),
+            verify_totals=(1, 2, 4, 8, 10, 16, 32, 64) if is_gpu else (1, 2, 4, 8, 10, 16, 32),
             batch_sizes=batch_sizes,
             contexts=contexts,
             num_rounds=3,
@@ -81,6 +89,7 @@ class _Bench:
         self.tap_layers = self.drafter.tap_layers if self.drafter else ()
         self.vocab_size = self.runner.decoder.config.vocab_size
         self.random = random.Random(0)
+        self.candidates = _make_candidates(self.vocab_size)
 
     def fill(self, token_budget: int) -> None:
         for slot in self.slots:
@@ -116,9 +125,12 @@ class _Bench:
         self.drafter.propose(requests)
 
     def verify(self, tokens: int) -> None:
-        trees = [(slot, DraftTree.chain(1, self._tokens(tokens - 1))) for slot in self.slots]
-        self.runner.verify(trees, self.tap_layers).best_ids()
-        for slot in self.slots:
+        """Grow a tree of that many tokens for each request, check it and walk it, as a step does."""
+        trees = [(slot, DraftTree.build(1, grow_tree(self.candidates, tokens - 1))) for slot in self.slots]
+        result = self.runner.verify(trees, self.tap_layers)
+        best = result.best_ids()
+        for (slot, tree), start in zip(trees, result.row_starts, strict=True):
+            accept(tree, best[start : start + len(tree)])
             self.runner.cache.keep(slot, [])
 
     def overhead(self) -> float:
@@ -147,6 +159,22 @@ class _Bench:
 
     def _tokens(self, count: int) -> list[int]:
         return [self.random.randrange(self.vocab_size) for _ in range(count)]
+
+
+def _make_candidates(vocab_size: int) -> Candidates:
+    """A draft out of nowhere, with scores between parents and children. Trees of it are bushy, as real ones are."""
+    draw = np.random.default_rng(0)
+    shape = (NUM_POSITIONS, NUM_CANDIDATES)
+    first = _log_softmax(draw.normal(size=NUM_CANDIDATES))
+    later = _log_softmax(draw.normal(size=(NUM_POSITIONS - 1, NUM_CANDIDATES, NUM_CANDIDATES)))
+    log_probs = -np.sort(-_log_softmax(draw.normal(size=shape)), axis=-1)
+    return Candidates(draw.integers(vocab_size, size=shape), log_probs, first, later)
+
+
+def _log_softmax(scores: NDArray[np.float64]) -> NDArray[np.float32]:
+    sharp = 3 * scores
+    found: NDArray[np.float32] = (sharp - np.log(np.exp(sharp).sum(axis=-1, keepdims=True))).astype(np.float32)
+    return found
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What steps cost inside vLLM: `blockpilot profile --engine vllm` measures it once, the plugin reads it.
 
 The file is named after everything that the costs depend on, so that a worker finds those of its own engine. Without one
-checking is taken to be almost free: then only tokens that would hardly ever be accepted are dropped. Nothing is
+checking is taken to be cheap: then only tokens that would hardly ever be accepted are dropped. Nothing is
 measured while serving: all workers of an engine must decide alike.
 """
 
@@ -20,9 +20,8 @@ from blockpilot.integrations.vllm.pilot_choice import model_name
 from blockpilot.integrations.vllm.settings import logger
 from blockpilot.pilots.cost_model import StepCosts
 
-ASSUMED = StepCosts.linear(
-    draft=0.15, slope=0.001
-)  # in plain steps; on the default pair 1 % of tokens per step is lost
+# In plain steps. On the default pair this loses 1 % of the tokens per step.
+ASSUMED = StepCosts.linear(draft=0.15, slope=0.01)
 
 
 def engine_key(vllm_config: Any) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def find_costs(key: dict[str, Any]) -> StepCosts:
         reason = "measure them with `blockpilot profile --engine vllm`"
     except (OSError, ValueError, AttributeError, InputError) as error:
         reason = f"{path} cannot be read: {error}"
-    logger.warning("No step costs of this engine are known, so checking is taken to be almost free: %s.", reason)
+    logger.warning("No step costs of this engine are known, so checking is taken to be cheap: %s.", reason)
     return ASSUMED
 
 

@@ -65,7 +65,7 @@ def plain_answers(ask_elsewhere: Callable[..., SimpleNamespace]) -> list[list[in
 
 @pytest.fixture(scope="session")
 def engine(target_folder: Path, drafter_folder: Path) -> Any:
-    """Prompts longer than 64 tokens are read in pieces; prefixes are cached in pages of 32 tokens; costs are assumed."""
+    """Prompts longer than 128 tokens are read in pieces; prefixes are cached in pages of 32; costs are assumed."""
     from tests.vllm.answering import make_llm
 
     with pytest.MonkeyPatch.context() as patch:
@@ -74,7 +74,7 @@ def engine(target_folder: Path, drafter_folder: Path) -> Any:
             target_folder,
             drafter_folder,
             additional_config={"blockpilot": "chain-step"},
-            max_num_batched_tokens=64 + 4 * (NUM_DRAFT_TOKENS + 1),
+            max_num_batched_tokens=128,
             enable_prefix_caching=True,
             per_request_spec_decode_metrics="detailed",
         )

@@ -94,7 +94,20 @@ def test_counters_add_up(engine):
     assert steps[0] > 0  # an answer's last token needs no draft
 
 
-def test_a_cached_prefix_changes_nothing(engine, plain_answers, runner):
+def test_a_prompt_read_in_pieces_takes_part_when_it_is_read(engine, plain_answers, steering, monkeypatch):
+    engine.reset_prefix_cache()
+    choose, waiting = steering.choose, []
+
+    def note(rows, **options):
+        waiting.extend(row.is_waiting for row in rows)
+        return choose(rows, **options)
+
+    monkeypatch.setattr(steering, "choose", note)
+    assert token_ids(ask(engine, PROMPTS[2:4], "fixed:5")) == plain_answers[2:4]
+    assert any(waiting) and not all(waiting)
+
+
+def test_a_cached_prefix_changes_nothing(engine, plain_answers):
     hits = []
     for _ in range(2):
         assert token_ids(ask(engine, [PROMPTS[3]])) == [plain_answers[3]]

@@ -206,9 +206,9 @@ def test_pilots_take_chains_and_trees_out_of_it() -> None:
         nodes = grow_tree(found, num_nodes)
         tree = DraftTree.build(text[-1], nodes)  # checks that parents come first
         assert len(nodes) == min(num_nodes, len(found.tree))
+        is_ancestor = tree.ancestor_matrix()
         taken = {
-            tuple(tree.token_ids[i] for i in range(1, len(tree)) if tree.ancestor_matrix()[n, i])
-            for n in range(1, len(tree))
+            tuple(tree.token_ids[i] for i in range(1, len(tree)) if is_ancestor[n, i]) for n in range(1, len(tree))
         }
         assert taken <= known and len(taken) == len(nodes)
         assert sum(scores >= np.sort(scores)[-len(nodes)]) >= len(nodes)

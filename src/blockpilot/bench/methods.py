@@ -24,8 +24,8 @@ from blockpilot.pilots.registry import load_pilot
 
 DEFAULT_METHODS: tuple[str, ...] = ("ar", "ngram", "eagle3", "eagle3-tree", "dflash:4", "dflash:8", "dflash:16")
 DEFAULT_METHODS += ("dflash:32", "best-fixed", "tree:15", "blockpilot", "chain-step", "step", "auto")
-CHAIN_SIZES = {"cpu": "4", "cuda": "8"}  # of n-gram and EAGLE-3 chains; checks are cheap on a GPU
-TREES = {"cpu": "7@4", "cuda": "31"}  # of EAGLE-3
+CHAIN_SIZES = {"ngram": {"cpu": "4", "cuda": "8"}, "eagle3": {"cpu": "6", "cuda": "8"}}  # checks are cheap on a GPU
+TREES = {"cpu": "6@4", "cuda": "31"}  # of EAGLE-3; on a CPU both were the best of several on calibration prompts
 EAGLE3_LIMIT = 16  # block size; the head drafts no further
 ADAPTIVE = ("chain-step", "step", "auto")
 BEST_FIXED, PAPER = "best-fixed", "blockpilot"
@@ -67,7 +67,7 @@ def _parse(name: str, device_type: str, target: str, pilot_folder: Path | None) 
     if name in ADAPTIVE:
         return Method(name, "dflash", name)
     if kind in ("ngram", "eagle3"):
-        return _checked(Method(name, kind, f"fixed:{size if colon else CHAIN_SIZES[device_type]}"))
+        return _checked(Method(name, kind, f"fixed:{size if colon else CHAIN_SIZES[kind][device_type]}"))
     if kind == "eagle3-tree":
         return _checked(Method(name, "eagle3", f"tree:{size if colon else TREES[device_type]}"))
     if kind == "dflash" and colon:

@@ -20,7 +20,7 @@ def test_names_become_drafters_and_pilots() -> None:
         "dflash:8": ("dflash", "fixed:8"),
         "ngram": ("ngram", "fixed:4"),
         "eagle3:6": ("eagle3", "fixed:6"),
-        "eagle3-tree": ("eagle3", "tree:7@4"),
+        "eagle3-tree": ("eagle3", "tree:6@4"),
         "tree:7@4": ("dflash", "tree:7@4"),
         "step": ("dflash", "step"),
         "best-fixed": ("dflash", ""),

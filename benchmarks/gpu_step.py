@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from blockpilot.core.errors import InputError
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest
@@ -63,6 +64,10 @@ def main() -> None:
     parser.add_argument("--peers", default="", help="of eager,compiled: transformers on the same shape")
     parser.add_argument("--out", type=Path, help="append rows to this file")
     arguments = parser.parse_args()
+    if unknown := [name for name in arguments.shapes.split(",") if name not in SHAPES]:
+        parser.error(f"unknown shape {unknown[0]}; known: {', '.join(SHAPES)}")
+    if not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU here, and this measures one")
     dtype = getattr(torch, arguments.dtype)
     rate = copy_rate()
     print(f"copy rate {rate / 1e12:.2f} TB/s on {torch.cuda.get_device_name()}", file=sys.stderr)
@@ -94,9 +99,7 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rate:
             place = {"batch": batch, "context": context}
             try:
                 runner, drafter = make_engine(decoder, drafter_model, batch, context, dtype)
-            except (torch.OutOfMemoryError, Exception) as error:
-                if not isinstance(error, torch.OutOfMemoryError) and "GiB" not in str(error):
-                    raise
+            except (torch.OutOfMemoryError, InputError) as error:  # ours is raised before anything is allocated
                 print(f"skipped {shape} {place}: {error}", file=sys.stderr)
                 continue
             slots = [runner.cache.reserve() for _ in range(batch)]

@@ -5,7 +5,9 @@
 
 One JSON row for each pass: shape x batch x tokens x context. `ms` is what a caller waits for (writing the plan, the
 graph, reading the result), `graph_ms` the device's part; `floor_ms` is bytes over the copy rate measured in the same
-run. Weights are random: speed does not depend on them. What does not fit in memory is skipped and said.
+run, and `matrix_share` the multiplications per second over those of one large product in the same run. Rows of work
+`step` time whole steps of a method: pilot, draft, check, acceptance, keeping. Weights are random: speed does not depend
+on them. What does not fit in memory is skipped and said.
 """
 
 import argparse
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,9 +29,12 @@ from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest
 from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
 from blockpilot.engine.planned_runner import MAX_ROWS, PlannedRunner
+from blockpilot.engine.sequence import Sequence
+from blockpilot.engine.speculative_step import speculative_step
 from blockpilot.models.config import DecoderConfig, MoeConfig, RopeConfig
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash, DFlashConfig
+from blockpilot.pilots.registry import load_pilot
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {"hidden": 576, "ffn": 1536, "layers": 30, "heads": 9, "kv": 3, "dim": 64, "vocab": 49152},
@@ -53,6 +58,13 @@ DRAFT_LAYERS = 5
 DEVICE = torch.device("cuda")
 
 
+class Rates(NamedTuple):
+    """Of this device, measured in this run."""
+
+    copy: float  # bytes per second
+    matrix: float  # floating point operations per second
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
@@ -61,6 +73,7 @@ def main() -> None:
     parser.add_argument("--contexts", default="512,4096,16384")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--steps", default="fixed:16,tree:63", help="pilots whose whole steps are timed")
     parser.add_argument("--peers", default="", help="of eager,compiled: transformers on the same shape")
     parser.add_argument("--out", type=Path, help="append rows to this file")
     arguments = parser.parse_args()
@@ -69,11 +82,16 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("PyTorch sees no GPU here, and this measures one")
     dtype = getattr(torch, arguments.dtype)
-    rate = copy_rate()
-    print(f"copy rate {rate / 1e12:.2f} TB/s on {torch.cuda.get_device_name()}", file=sys.stderr)
-    facts = {"device": torch.cuda.get_device_name(), "dtype": arguments.dtype, "copy_tb_per_s": round(rate / 1e12, 3)}
+    rates = Rates(copy_rate(), matrix_rate(dtype))
+    facts = {
+        "device": torch.cuda.get_device_name(),
+        "dtype": arguments.dtype,
+        "copy_tb_per_s": round(rates.copy / 1e12, 3),
+        "matrix_tflop_per_s": round(rates.matrix / 1e12),
+    }
+    print(f"rates: {facts}", file=sys.stderr)
     for shape in arguments.shapes.split(","):
-        for row in measure(shape, arguments, dtype, rate):
+        for row in measure(shape, arguments, dtype, rates):
             text = json.dumps({"shape": shape, **row, **facts})
             print(text, flush=True)
             if arguments.out:
@@ -89,7 +107,13 @@ def copy_rate() -> float:
     return 2 * source.nbytes / seconds
 
 
-def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rate: float) -> Iterator[dict[str, Any]]:
+def matrix_rate(dtype: torch.dtype, size: int = 8192) -> float:
+    """Multiplications and additions per second of one large product."""
+    left, right = (torch.randn(size, size, device=DEVICE).to(dtype) for _ in range(2))
+    return 2 * size**3 / (device_ms(lambda: left @ right, 15) / 1e3)
+
+
+def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rates: Rates) -> Iterator[dict[str, Any]]:
     config = make_config(shape)
     decoder = make_decoder(config, dtype)
     drafter_model = make_drafter(config, dtype)
@@ -112,9 +136,13 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rate:
                     continue
                 trees = [(slot, DraftTree.chain(1, list(range(count - 1)))) for slot in slots]
                 idle = idle_bytes(config, batch * count, dtype)
-                floor = (weights - idle + batch * (context + count) * kv) / rate * 1e3
+                floor = (weights - idle + batch * (context + count) * kv) / rates.copy * 1e3
                 row = time_both(partial(runner.verify, trees, ()), arguments.repeats)
+                share = flops(decoder, batch * count) / (row["ms"] / 1e3) / rates.matrix
+                row["matrix_share"] = round(share, 4)
                 yield {"work": "verify", **place, "tokens": count, **row, **against(floor, row)}
+                for slot in slots:
+                    runner.cache.lengths[slot] = context
             draft_weights = weight_bytes(drafter_model) + decoder.lm_head.weight.nbytes
             draft_kv = kv * DRAFT_LAYERS // config.num_layers
             for size in (4, 8, 16, 32):
@@ -131,13 +159,71 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rate:
                     )
                     for slot in slots
                 ]
-                floor = (draft_weights + batch * (context + size) * draft_kv) / rate * 1e3
+                floor = (draft_weights + batch * (context + size) * draft_kv) / rates.copy * 1e3
                 row = time_both(partial(drafter.propose, requests), arguments.repeats)
                 yield {"work": "draft", **place, "tokens": size, **row, **against(floor, row)}
+                for slot in slots:
+                    drafter.cache.lengths[slot] = context
+            for pilot in filter(None, arguments.steps.split(",")):
+                row = time_steps(pilot, runner, drafter, slots, context, arguments.repeats)
+                yield {"work": "step", **place, "pilot": pilot, **row}
             torch.cuda.empty_cache()
     del drafter_model
     for peer in filter(None, arguments.peers.split(",")):
-        yield from time_peer(peer, config, decoder, tokens, rate, arguments.repeats)
+        yield from time_peer(peer, config, decoder, tokens, rates.copy, arguments.repeats)
+
+
+def flops(decoder: Decoder, num_tokens: int) -> int:
+    """Of the products with weights; routed experts count with those that a token visits."""
+    moe = decoder.config.moe
+    total = 0
+    for name, parameter in decoder.named_parameters():
+        is_embedding = name.startswith("embed_tokens") and not decoder.config.is_tied
+        share = moe.num_active / moe.num_experts if moe is not None and ".experts." in name else 1
+        total += 0 if is_embedding else int(2 * parameter.numel() * share)
+    return total * num_tokens
+
+
+def time_steps(
+    pilot: str, runner: PlannedRunner, drafter: PlannedDFlashDrafter, slots: list[int], context: int, repeats: int
+) -> dict[str, Any]:
+    """Whole steps of one method, one request for each slot. Random drafts are refused: a step emits one token."""
+    params = SamplingParams(max_new_tokens=128)
+    for slot in slots:
+        runner.cache.lengths[slot] = drafter.cache.lengths[slot] = context
+    sequences = [
+        Sequence(
+            request_id=slot,
+            prompt_ids=[1] * context,
+            params=params,
+            pilot=load_pilot(pilot),
+            eos_token_ids=frozenset(),
+            max_total=context + 128,
+            detokenizer=Silent(),  # type: ignore[arg-type]
+            slot=slot,
+            num_prefilled=context,
+            output_ids=[1],
+        )
+        for slot in slots
+    ]
+    walls = []
+    for _ in range(repeats + 3):
+        started = time.perf_counter()
+        speculative_step(sequences, runner, drafter)
+        torch.cuda.synchronize()
+        walls.append(1e3 * (time.perf_counter() - started))
+    steps = [sequences[0].steps[-1]]
+    return {"ms": round(statistics.median(walls[3:]), 4), "tokens": steps[0].verify_size, "emitted": steps[0].emitted}
+
+
+class Silent:
+    """A detokenizer for tokens that mean nothing."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
 
 
 def against(floor: float, row: dict[str, float]) -> dict[str, float]:

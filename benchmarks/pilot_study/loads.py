@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.step import StepPilot
-from blockpilot.replay.costs import total
+from blockpilot.replay.costs import SimulatedStep, total
 from blockpilot.replay.oracles import oracle_steps
 from blockpilot.replay.pilot_report import linear_loads
 from blockpilot.replay.pilot_training import TraceGroup, train_step
@@ -23,6 +23,7 @@ from pilot_study.intervals import Bootstrap, Values
 from pilot_study.trace_tables import SizeTable
 from pilot_study.variants import PrefillInputs, Variant, predict, train_variant
 
+PARTS = ("all", "networks", "walks")  # networks: what trains; walks: what decides at every step, on the host alone
 MIN_FITTED = 8  # traces with candidates that step pilots are fitted to
 
 
@@ -37,26 +38,37 @@ class LoadStudy:
     wide: Variant  # the network's shape
     trained: int
 
-    def rows(self, traces: Sequence[Trace], pilots: Sequence[StepPilot]) -> Iterator[dict[str, Any]]:
-        """`traces` are those of the test table; `pilots` are fitted to others."""
-        by_tau = replace(self.wide, objective="tau")
-        network = train_variant(by_tau, self.train_inputs, self.train.columns(by_tau.sizes))
-        predicted = predict(network, self.test_inputs)  # [N, sizes], tau
+    def rows(self, traces: Sequence[Trace], pilots: Sequence[StepPilot], part: str) -> Iterator[dict[str, Any]]:
+        """`traces` are those of the test table; `pilots` are fitted to others. `part` as in `PARTS`."""
+        predicted = self._predicted_tau() if part != "walks" else None
         for load, costs in linear_loads().items():
             columns = self._fixed(costs)
-            step_ms = np.array([costs.step_ms(size, size) for size in by_tau.sizes])
-            columns["prefill: tau over cost"] = self._chosen(costs, predicted / step_ms)
-            columns["prefill: class"] = self._chosen(costs, self._class_scores(costs))
-            for pilot in pilots:
-                priced = replace(pilot, costs=costs)
-                columns[pilot.name] = _walk_ms(
-                    [total([simulate(trace, priced, costs)]).milliseconds for trace in traces]
-                )
-            if traces[0].setting.is_every_anchor:
-                sizes = [size for size in self.test.sizes if size > 1]
-                walks = (oracle_steps(trace, costs, sizes=sizes) for trace in traces)
-                columns["oracle per step (chains)"] = _walk_ms([total([walk]).milliseconds for walk in walks])
+            if predicted is not None:
+                step_ms = np.array([costs.step_ms(size, size) for size in self.wide.sizes])
+                columns["prefill: tau over cost"] = self._chosen(costs, predicted / step_ms)
+                columns["prefill: class"] = self._chosen(costs, self._class_scores(costs))
+            if part != "networks":
+                columns |= self._walked(costs, traces, pilots)
             yield from _describe(load, columns, self.test.tasks)
+
+    def _walked(self, costs: StepCosts, traces: Sequence[Trace], pilots: Sequence[StepPilot]) -> dict[str, Values]:
+        """Milliseconds [N] of what decides at every step."""
+        columns = {}
+        for pilot in pilots:
+            priced = replace(pilot, costs=costs)
+            columns[pilot.name] = _walk_ms([simulate(trace, priced, costs) for trace in traces])
+        if traces[0].setting.is_every_anchor:
+            sizes = [size for size in self.test.sizes if size > 1]
+            columns["oracle per step (chains)"] = _walk_ms(
+                [oracle_steps(trace, costs, sizes=sizes) for trace in traces]
+            )
+        return columns
+
+    def _predicted_tau(self) -> Values:
+        """[N, sizes], of a network that learned tau."""
+        by_tau = replace(self.wide, objective="tau")
+        network = train_variant(by_tau, self.train_inputs, self.train.columns(by_tau.sizes))
+        return predict(network, self.test_inputs)
 
     def _fixed(self, costs: StepCosts) -> dict[str, Values]:
         """Milliseconds [N] of what needs no fit; best fixed is chosen on the training traces."""
@@ -85,7 +97,10 @@ class LoadStudy:
 def fit_step_pilots(traces: Sequence[Trace], manifest: Mapping[str, Any]) -> list[StepPilot]:
     """Adaptive tree and chain, from the traces that hold candidates; none where too few do."""
     kept = [trace for trace in traces if trace.drafts]
-    return list(train_step(TraceGroup(kept, dict(manifest)))) if len(kept) >= MIN_FITTED else []
+    if len(kept) < MIN_FITTED:
+        return []
+    group = TraceGroup(kept, {**manifest, "draft_sizes": sorted(kept[0].drafts)})  # other folders may hold none
+    return list(train_step(group))
 
 
 def _describe(load: str, columns: Mapping[str, Values], tasks: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -109,8 +124,8 @@ def _describe(load: str, columns: Mapping[str, Values], tasks: Sequence[str]) ->
         yield row
 
 
-def _walk_ms(values: list[float]) -> Values:
-    return np.array(values, dtype=np.float64)
+def _walk_ms(walks: Sequence[Sequence[SimulatedStep]]) -> Values:
+    return np.array([total([walk]).milliseconds for walk in walks], dtype=np.float64)
 
 
 def _pick(values: Values, places: NDArray[np.int64]) -> Values:

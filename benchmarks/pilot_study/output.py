@@ -1,5 +1,6 @@
 """Rows as Markdown tables and as two figures."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
+
+
+def join_rows(parts: Sequence[Sequence[Row]]) -> list[Row]:
+    """The rows of several runs over the same traces, each once; those of a load together."""
+    rows = {json.dumps(row): row for part in parts for row in part}.values()
+    loads = list(dict.fromkeys(row.get("load") for row in rows))  # None for rows without one
+    return sorted(rows, key=lambda row: loads.index(row.get("load")))
 
 
 def write_markdown(rows: Sequence[Row], trained: int) -> str:
@@ -150,11 +158,13 @@ def _span(sizes: Sequence[int]) -> str:
 
 
 def draw_figures(rows: Sequence[Row], out: Path, trained: int) -> list[Path]:
-    """`optimal_sizes.svg` and `gains.svg`."""
+    """`optimal_sizes.svg` and `gains.svg`; nothing where the rows are of walks alone."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     optimal, prefill = _pick(rows, "optimal sizes"), _pick(rows, "prefill")
+    if not optimal or not prefill:
+        return []
     prefill = [row for row in prefill if row["task"] == prefill[0]["task"]]  # all tasks together
     paths = [out / "optimal_sizes.svg", out / "gains.svg"]
     with rc_context({"svg.hashsalt": "pilot", "font.size": 9}):  # the same rows give the same files

@@ -33,11 +33,14 @@ def read_traces(folders: Sequence[Path], *, like: Mapping[str, Any] | None, num_
     """All traces of folders that were collected alike. Candidates are kept of about `num_drafted`, spread evenly."""
     sets = [TraceSet(folder) for folder in folders]
     require_alike(sets, SAME, like)
-    every = max(1, sum(map(len, sets)) // max(num_drafted, 1))
-    traces = (trace for found in sets for trace in found if trace.num_anchors)
-    return [
-        trace if num_drafted and place % every == 0 else replace(trace, drafts={}) for place, trace in enumerate(traces)
-    ]
+    num_held = sum(len(found) for found in sets if found.manifest["draft_sizes"])
+    every = max(1, num_held // max(num_drafted, 1))
+    traces, place = [], 0
+    for trace in (trace for found in sets for trace in found if trace.num_anchors):
+        is_kept = num_drafted > 0 and place % every == 0
+        place += bool(trace.drafts)
+        traces.append(trace if is_kept else replace(trace, drafts={}))
+    return traces
 
 
 @dataclass(frozen=True)

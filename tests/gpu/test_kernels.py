@@ -141,10 +141,25 @@ def test_rows_are_stored_and_moved(kernels, dtype: torch.dtype) -> None:  # type
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size", "num_best"), [(1, 100, 4), (15, 49152, 16), (3, 16384, 1)])
-def test_best_tokens(kernels, dtype: torch.dtype, num_rows: int, size: int, num_best: int) -> None:  # type: ignore[no-untyped-def]
+def test_rank_tokens(kernels, dtype: torch.dtype, num_rows: int, size: int, num_best: int) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     logits = torch.stack([torch.randperm(size, device=DEVICE) for _ in range(num_rows)]).float().mul(1e-3).to(dtype)
-    found, expected = kernels.best_tokens(logits, num_best), reference.best_tokens(logits, num_best)
+    found, expected = kernels.rank_tokens(logits, num_best), reference.rank_tokens(logits, num_best)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(logits.float().gather(1, found[1]), expected[0])  # bfloat16 has ties
     assert_close(found[2], expected[2], torch.float32)
+    names = torch.randperm(size, device=DEVICE) + 7
+    assert torch.equal(kernels.rank_tokens(logits, num_best, names)[1], names[found[1]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("depth", "width", "rank"), [(15, 16, 64), (1, 5, 24), (3, 1, 16)])
+def test_score_pairs(kernels, dtype: torch.dtype, depth: int, width: int, rank: int) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    ids = torch.randint(0, 50, (2, depth, width), device=DEVICE)
+    given = (random(2, depth, width), ids, integers(3, 4), random(2, depth, rank, dtype=dtype))
+    books = [random(50, rank, dtype=dtype) / rank**0.5 for _ in range(2)]
+    found, expected = kernels.score_pairs(*given, *books), reference.score_pairs(*given, *books)
+    assert_close(found[0], expected[0], dtype)
+    if depth > 1:
+        assert_close(found[1], expected[1], dtype)

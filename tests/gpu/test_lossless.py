@@ -3,7 +3,6 @@
 import pytest
 
 from blockpilot.core.sampling_params import SamplingParams
-from blockpilot.engine import assemble
 from blockpilot.engine.planned_runner import PlannedRunner
 from tests.tiny import RandomTreePilot, make_dflash, make_eagle3, make_llm
 
@@ -13,8 +12,7 @@ PROMPTS = ["abcabcab", "the quick brown fox", "z", "hello hello hello"]
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
-def test_every_method_gives_the_plain_text(monkeypatch: pytest.MonkeyPatch, name: str, temperature: float) -> None:
-    monkeypatch.setattr(assemble, "PLANS_ROUTED", True)
+def test_every_method_gives_the_plain_text(name: str, temperature: float) -> None:
     params = [SamplingParams(max_new_tokens=24 + i, temperature=temperature, seed=i) for i in range(4)]
     expected = [answer.token_ids for answer in make_llm(name).generate(PROMPTS, params, is_raw=True)]  # on the CPU
     for drafter in (make_dflash(name), make_dflash(name, is_second=True), make_eagle3(name)):

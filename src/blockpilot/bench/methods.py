@@ -21,6 +21,7 @@ from blockpilot.core.errors import InputError
 from blockpilot.models.shipped import DRAFTERS
 from blockpilot.pilots.files import read_card
 from blockpilot.pilots.registry import load_pilot
+from blockpilot.replay.compact import shipped_traces
 
 DEFAULT_METHODS: tuple[str, ...] = ("ar", "ngram", "eagle3", "eagle3-tree", "dflash:4", "dflash:8", "dflash:16")
 DEFAULT_METHODS += ("dflash:32", "best-fixed", "tree:15", "blockpilot", "chain-step", "step", "auto")
@@ -91,16 +92,19 @@ def _checked(method: Method) -> Method:
 
 
 def paper_pilot_folder(target: str) -> Path:
-    """Where a trained prefill pilot is looked for."""
+    """Where `train-pilot` puts a prefill pilot unless it is told otherwise, and where it is looked for."""
     return cache_dir() / "pilots" / f"{Path(target).name}-prefill"
 
 
 def find_paper_pilot(target: str, given: Path | None) -> Path:
     folder = given or paper_pilot_folder(target)
     if not (folder / "pilot.json").is_file():
+        command = "blockpilot train-pilot --kind prefill"
+        if given is not None or shipped_traces(target) is None:
+            command += f" --traces TRACES --out {folder}"
         raise InputError(
-            f"method {PAPER} needs a trained pilot, and there is none in {folder}: build one with `blockpilot "
-            f"train-pilot --kind prefill --traces TRACES --out {folder}`, or name its folder with --pilot-file"
+            f"method {PAPER} needs a trained pilot, and there is none in {folder}: build it with `{command}` "
+            "(minutes), or name another folder with --pilot-file"
         )
     if (kind := read_card(folder).kind) != "prefill":
         raise InputError(f"method {PAPER} needs a prefill pilot, and {folder} holds one of kind {kind!r}")

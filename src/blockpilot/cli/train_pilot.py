@@ -1,15 +1,21 @@
-"""`blockpilot train-pilot`: traces in, a pilot out, with what it gains on traces it has not seen."""
+"""`blockpilot train-pilot`: traces in, a pilot out, with what it gains on traces it has not seen.
+
+`blockpilot train-pilot --kind prefill` alone builds the seed paper's pilot of the default target from traces that come
+with the package, and puts it where `blockpilot bench` looks for it.
+"""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockpilot.cli.console import print_columns, print_json, print_note, show_progress
+from blockpilot.cli.collect import DEFAULT_TARGET
+from blockpilot.cli.console import print_columns, print_json, print_note, show_counted, show_progress
 from blockpilot.core.errors import InputError
 
 if TYPE_CHECKING:
     from blockpilot.pilots.base import Pilot
     from blockpilot.pilots.cost_model import StepCosts
+    from blockpilot.pilots.prefill import PrefillConfig
     from blockpilot.replay.pilot_report import Row
     from blockpilot.replay.pilot_training import TraceGroup
 
@@ -19,10 +25,12 @@ INPUTS = ("distribution", "normalised", "softmax", "top-k", "hidden")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--traces", nargs="+", type=Path, required=True, metavar="DIR", help="written by `blockpilot collect`")
+    traces_help = "written by `blockpilot collect` (default for prefill: those that ship for the default target)"
+    add("--traces", nargs="+", type=Path, default=[], metavar="DIR", help=traces_help)
     held_out_help = "traces to judge by, of other prompts (default: a quarter of --traces)"
     add("--held-out", nargs="+", type=Path, default=[], metavar="DIR", help=held_out_help)
-    add("--out", type=Path, required=True, metavar="DIR", help="the pilot's folder: use it as --pilot DIR")
+    out_help = "the pilot's folder: use it as --pilot DIR (default for prefill: where `blockpilot bench` looks)"
+    add("--out", type=Path, default=None, metavar="DIR", help=out_help)
     add("--kind", choices=KINDS, default="step", help="step: adaptive trees and chains; prefill: the seed paper's")
     profile_help = "judge by this machine's step costs: a file named by `blockpilot profile`"
     add("--profile", type=Path, default=None, metavar="FILE", help=profile_help)
@@ -36,20 +44,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--layers", type=int, default=2, metavar="N", help="default: 2")
     objective_help = "class: the best size, as published; tau: how much each size brings, weighed by its cost"
     group.add_argument("--objective", choices=("class", "tau"), default="class", help=objective_help)
-    group.add_argument("--epochs", type=int, default=20, metavar="N", help="default: 20")
+    epochs_help = "default: as many as make 1500 steps of 64 requests"
+    group.add_argument("--epochs", type=int, default=None, metavar="N", help=epochs_help)
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--device", default="cpu", help="to train on: cpu or cuda (default: cpu)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     for name in ("radius", "epochs"):
-        if getattr(arguments, name) < 1:
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             raise InputError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
+    if arguments.kind == "step" and (not arguments.traces or arguments.out is None):
+        raise InputError("--kind step needs --traces and --out")
     with show_progress("reading traces"):
         from blockpilot.replay.pilot_training import check_enough, hold_out, read_group
         from blockpilot.replay.trace_files import require_disjoint
 
-        group = read_group(arguments.traces)
+        group = read_group(arguments.traces or [_shipped_traces()])
         if arguments.held_out:
             train, test = group, read_group(arguments.held_out, like=group)
             require_disjoint(train.traces, test.traces)
@@ -58,12 +69,27 @@ def run(arguments: argparse.Namespace) -> int:
         check_enough(train, "training")
     if not test.traces:
         raise InputError("no traces are left to judge by: give --held-out, or collect more prompts")
+    if arguments.out is None:
+        arguments.out = _default_out(group)
     loads = _find_loads(arguments.profile)
-    with show_progress("fitting"):
-        pilots, facts = (_fit_step if arguments.kind == "step" else _fit_prefill)(arguments, train, test)
+    pilots, facts = (_fit_step if arguments.kind == "step" else _fit_prefill)(arguments, train, test)
     rows = _judge(train, test, pilots, loads)
     _print_result(arguments, facts, rows)
     return 0
+
+
+def _shipped_traces() -> Path:
+    from blockpilot.replay.compact import shipped_traces
+
+    if (folder := shipped_traces(DEFAULT_TARGET)) is None:
+        raise InputError(f"no traces ship for {DEFAULT_TARGET}: give --traces, written by `blockpilot collect`")
+    return folder
+
+
+def _default_out(group: "TraceGroup") -> Path:
+    from blockpilot.bench.methods import paper_pilot_folder
+
+    return paper_pilot_folder(group.manifest["target"])
 
 
 def _find_loads(profile: Path | None) -> "dict[str, StepCosts]":
@@ -84,8 +110,9 @@ def _fit_step(
     from blockpilot.replay.pilot_training import train_step
     from blockpilot.replay.reliability_figure import draw_reliability
 
-    tree, chain = train_step(train)
-    reports = judge_calibration(tree, test.traces)
+    with show_progress("fitting"):
+        tree, chain = train_step(train)
+        reports = judge_calibration(tree, test.traces)
     errors = {task: round(report.error, 4) for task, report in reports.items()}
     facts = _facts(arguments, train, test) | {"calibration_error": errors}
     save_pilot(arguments.out, [tree, chain], training=facts, **_pair(train))
@@ -97,8 +124,26 @@ def _fit_prefill(
     arguments: argparse.Namespace, train: "TraceGroup", test: "TraceGroup"
 ) -> "tuple[list[Pilot], dict[str, Any]]":
     from blockpilot.pilots.files import save_pilot
-    from blockpilot.pilots.prefill import PrefillConfig, sizes_around
     from blockpilot.replay.pilot_training import train_prefill_pilot
+
+    config = _prefill_config(arguments, train)
+    with show_counted("epochs") as report:
+        pilot = train_prefill_pilot(
+            train,
+            config,
+            num_epochs=arguments.epochs,
+            seed=arguments.seed,
+            device=arguments.device,
+            report=lambda done, total: report("training the network", done, total),
+        )
+    facts = _facts(arguments, train, test)
+    with show_progress("writing the pilot"):
+        save_pilot(arguments.out, pilot, training=facts, **_pair(train))
+    return [pilot], facts
+
+
+def _prefill_config(arguments: argparse.Namespace, train: "TraceGroup") -> "PrefillConfig":
+    from blockpilot.pilots.prefill import PrefillConfig, sizes_around
 
     setting = train.traces[0].setting
     sizes = (
@@ -108,7 +153,7 @@ def _fit_prefill(
         held = ", ".join(map(str, setting.sizes))
         raise InputError(f"block size {missing[0]} is not in the traces; they hold {held}: collect with --sizes")
     is_hidden = arguments.inputs == "hidden"
-    config = PrefillConfig(
+    return PrefillConfig(
         input_size=len(train.traces[0].prefill.hidden) if is_hidden else setting.vocab_size,
         sizes=sizes,
         inputs=arguments.inputs,
@@ -116,12 +161,6 @@ def _fit_prefill(
         num_layers=arguments.layers,
         objective=arguments.objective,
     )
-    pilot = train_prefill_pilot(
-        train, config, num_epochs=arguments.epochs, seed=arguments.seed, device=arguments.device
-    )
-    facts = _facts(arguments, train, test)
-    save_pilot(arguments.out, pilot, training=facts, **_pair(train))
-    return [pilot], facts
 
 
 def _pair(group: "TraceGroup") -> dict[str, str]:

@@ -7,6 +7,7 @@ the target will add, so the two draw alike wherever they agree.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from blockpilot.core.config import MAX_BLOCK_SIZE
 from blockpilot.decoding.drafter import DraftRequest, Observation, join_taps
 from blockpilot.decoding.sampling import gumbel_noise
 from blockpilot.models.dflash import DFlash
+from blockpilot.models.kernels_reference import rank_tokens
 from blockpilot.models.packing import pack_linear, pack_linears, quantize_linears
 
 
@@ -38,22 +40,22 @@ class Ranking:
         first, pairwise = (None if part is None else make(part) for part in (self.first, self.pairwise))
         return Ranking(make(self.token_ids), make(self.log_probs), first, pairwise)
 
-    def block(self, index: int, depth: int) -> "Ranking":
-        """One block of a batch, as deep as its request asked for. Copied: buffers are written again."""
-        one = self.like(lambda part: part[index : index + 1].clone())
-        pairwise = None if one.pairwise is None else one.pairwise[:, : depth - 1]
-        return Ranking(one.token_ids[:, :depth], one.log_probs[:, :depth], one.first, pairwise)
+    def block(self, index: int) -> list[Any]:
+        """The parts of one block as arrays."""
+        return [None if part is None else part[index].cpu().numpy() for part in self.parts()]
 
-    def candidates(self, block: int, num_candidates: int) -> Candidates:
-        """What a pilot sees of one block. A chain wants the best child, which the selector may find at any rank."""
-        is_paired = self.first is not None and self.pairwise is not None
-        width = self.token_ids.shape[-1] if is_paired and num_candidates == 1 else num_candidates
-        return Candidates(
-            self.token_ids[block, :, :width].cpu().numpy(),
-            self.log_probs[block, :, :width].cpu().numpy(),
-            None if self.first is None else self.first[block, :width].cpu().numpy(),
-            None if self.pairwise is None else self.pairwise[block, :, :width, :width].cpu().numpy(),
-        )
+
+def make_candidates(block: Sequence[Any], depth: int, num_candidates: int) -> Candidates:
+    """What a pilot sees of a block, as deep as its request asked for.
+
+    A chain wants the best child, which a selector may find at any rank.
+    """
+    token_ids, log_probs, first, pairwise = block
+    if first is None:
+        return Candidates(token_ids[:depth, :num_candidates], log_probs[:depth, :num_candidates])
+    width = token_ids.shape[-1] if num_candidates == 1 else num_candidates
+    pairs = pairwise[: depth - 1, :width, :width]
+    return Candidates(token_ids[:depth, :width], log_probs[:depth, :width], first[:width], pairs)
 
 
 class DFlashDrafter:
@@ -130,7 +132,7 @@ class DFlashDrafter:
         for end, request in zip(starts, requests, strict=True):
             count = request.block_size - 1
             ranking = self._rank_one(request, logits[row : row + count], hidden[end - count : end])
-            found.append(ranking.candidates(0, request.num_candidates))
+            found.append(make_candidates(ranking.block(0), count, request.num_candidates))
             row += count
         return found
 
@@ -184,26 +186,22 @@ class DFlashDrafter:
         scores = logits if noise is None else logits.float() / temperature + noise
         selector = self.model.candidate_selector
         width = self.model.config.selector_top_k if selector is not None else num_candidates
-        values, indices, log_mass = self.best_tokens(scores, min(width, scores.shape[-1]))  # [N, D, K]
-        log_probs = values - log_mass
-        token_ids = indices if self.token_ids is None else self.token_ids[indices]
+        values, token_ids, log_probs = self.rank_tokens(scores, min(width, scores.shape[-1]))  # [N, D, K]
         if selector is None:
             return Ranking(token_ids, log_probs)
         scale = 1.0 if noise is None else 1 / temperature
-        return Ranking(token_ids, log_probs, *self._pairwise(anchor_ids, values, token_ids, hidden, scale))
+        return Ranking(token_ids, log_probs, *self.score_pairs(anchor_ids, values, token_ids, hidden, scale))
 
-    def best_tokens(self, scores: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Values and indices [N, D, K] of the best scores, and log-sum-exp [N, D, 1]; float32."""
-        wide = scores.float()
-        best = wide.topk(num_best, dim=-1)
-        return best.values, best.indices, wide.logsumexp(dim=-1, keepdim=True)
+    def rank_tokens(self, scores: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores, token ids and log-probabilities [N, D, K] of the best tokens; float32."""
+        return rank_tokens(scores, num_best, self.token_ids)
 
     def noise(self, seed: int, positions: Sequence[int]) -> Tensor:
         """The target's own noise [N, V] for the tokens this drafter looks at."""
         noise = gumbel_noise(seed, positions, vocab_size=self.model.config.layers.vocab_size, device=self.device)
         return noise if self.token_ids is None else noise[:, self.token_ids]
 
-    def _pairwise(
+    def score_pairs(
         self, anchor_ids: Tensor, values: Tensor, ids: Tensor, hidden: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """log p(child | parent) among the candidates: after the anchor [N, K], and between positions [N, D-1, K, K]."""

@@ -6,16 +6,17 @@ its noise, follows unplanned from the graph's logits.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from blockpilot.cache.pass_plan import CONTEXTS, REQUESTS, PassPlan, Staging, context_class, round_up
 from blockpilot.core.candidates import Candidates
 from blockpilot.core.config import MAX_BLOCK_SIZE
-from blockpilot.decoding.dflash_drafter import DFlashDrafter, Ranking
+from blockpilot.decoding.dflash_drafter import DFlashDrafter, Ranking, make_candidates
 from blockpilot.decoding.drafter import DraftRequest, Observation
+from blockpilot.models.dflash import CandidateSelector
 from blockpilot.models.fused import FusedDFlash
 from blockpilot.models.gpu import capture, graph_pool, wait_for
 
@@ -30,7 +31,7 @@ class DraftPass:
     run: Callable[[], None]
     hidden: Tensor  # [R, D, H]
     logits: Tensor  # [R, D, V]
-    ranking: Ranking  # on the host
+    found: list[Any]  # the parts of the ranking, arrays on the host
 
 
 class PlannedDFlashDrafter(DFlashDrafter):
@@ -38,6 +39,8 @@ class PlannedDFlashDrafter(DFlashDrafter):
         super().__init__(*arguments, num_slots=num_slots, num_spare=1, **options)
         self.fused = FusedDFlash(self.model, self.cache.rows)
         self.context_weight = self.model.context_weight().detach()
+        is_linear = isinstance(self.head, nn.Linear) and self.head.bias is None
+        self._head_weight: Tensor | None = cast(nn.Linear, self.head).weight if is_linear else None
         self._spare_slot = num_slots
         self._pool = graph_pool(self.device)
         self._drafts: dict[tuple[int, int, int, int], DraftPass] = {}
@@ -66,8 +69,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
             return
         staging, run = self._view(taps, num_requests, count)
         host = staging.host
-        staging.clear()
-        host["slots"][:] = self._spare_slot
+        host["slots"][len(observations) :] = self._spare_slot  # what else is old is in range, and nobody reads it
         for index, observation in enumerate(observations):
             slot, length = observation.slot, len(observation.token_ids)
             start = self.cache.lengths[slot]
@@ -104,8 +106,9 @@ class PlannedDFlashDrafter(DFlashDrafter):
         depth = request.block_size - 1
         if not request.params.is_greedy:
             ranking = self._rank_one(request, draft.logits[row, :depth], draft.hidden[row, :depth])
-            return ranking.candidates(0, request.num_candidates)
-        return draft.ranking.block(row, depth).candidates(0, request.num_candidates)
+            return make_candidates(ranking.block(0), depth, request.num_candidates)
+        block = [None if part is None else part[row].copy() for part in draft.found]  # buffers are written again
+        return make_candidates(block, depth, request.num_candidates)
 
     def _draft(self, num_requests: int, count: int, context: int, width: int) -> DraftPass:
         key = (num_requests, count, context, width)
@@ -117,31 +120,53 @@ class PlannedDFlashDrafter(DFlashDrafter):
 
             def run() -> None:
                 plan.staging.send()
-                new_hidden, new_logits, found = self._rank_blocks(plan, offsets, width)
-                hidden.copy_(new_hidden)
-                logits.copy_(new_logits)
+                _, _, found = self._rank_blocks(plan, offsets, width, hidden, logits)
                 for part, place in zip(found.parts(), host.parts(), strict=True):
                     if part is not None and place is not None:
                         place.copy_(part, non_blocking=True)
 
-            self._drafts[key] = DraftPass(plan, capture(run, self.device, self._pool), hidden, logits, host)
+            found = [None if part is None else part.numpy() for part in host.parts()]
+            self._drafts[key] = DraftPass(plan, capture(run, self.device, self._pool), hidden, logits, found)
         return self._drafts[key]
 
-    def _rank_blocks(self, plan: PassPlan, offsets: Tensor, width: int) -> tuple[Tensor, Tensor, Ranking]:
+    def _rank_blocks(
+        self,
+        plan: PassPlan,
+        offsets: Tensor,
+        width: int,
+        hidden: Tensor | None = None,
+        logits: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Ranking]:
+        """Hidden states and logits of all positions behind the anchors, in the given buffers, and their ranking."""
         ids = plan.inputs.token_ids
-        states = self.fused.forward(self.embed(ids), plan.inputs, offsets).view(plan.num_requests, plan.count, -1)[
-            :, 1:
-        ]
-        hidden = states.contiguous()
-        logits = self.head(hidden.flatten(0, 1)).view(plan.num_requests, plan.count - 1, -1)
+        states = self.fused.forward(self.embed(ids), plan.inputs, offsets)
+        states = states.view(plan.num_requests, plan.count, -1)[:, 1:]
+        hidden = states.contiguous() if hidden is None else hidden.copy_(states)
+        flat = None if logits is None else logits.flatten(0, 1)
+        logits = self._logits(hidden.flatten(0, 1), flat).view(plan.num_requests, plan.count - 1, -1)
         anchors = ids.view(plan.num_requests, plan.count)[:, 0]
         ranking = self.rank(hidden, logits, anchor_ids=anchors, temperature=1.0, noise=None, num_candidates=width)
         return hidden, logits, ranking
 
-    def best_tokens(self, scores: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
-        values, ids, log_mass = self.fused.layers.kernels.best_tokens(scores.flatten(0, 1), num_best)
-        shape = scores.shape[:2]
-        return values.unflatten(0, shape), ids.unflatten(0, shape), log_mass.unflatten(0, shape)
+    def _logits(self, hidden: Tensor, out: Tensor | None) -> Tensor:
+        if self._head_weight is not None:
+            return self.fused.layers.whole(hidden, self._head_weight, out)
+        logits = self.head(hidden)
+        return logits if out is None else out.copy_(logits)
+
+    def rank_tokens(self, scores: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
+        found = self.fused.layers.kernels.rank_tokens(scores.flatten(0, 1), num_best, self.token_ids)
+        values, ids, log_probs = (part.unflatten(0, scores.shape[:2]) for part in found)
+        return values, ids, log_probs
+
+    def score_pairs(
+        self, anchor_ids: Tensor, values: Tensor, ids: Tensor, hidden: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        selector, layers = cast(CandidateSelector, self.model.candidate_selector), self.fused.layers
+        projected = layers.whole(hidden.flatten(0, 1), selector.hidden_projection.weight).unflatten(0, ids.shape[:2])
+        return layers.kernels.score_pairs(
+            values, ids, anchor_ids, scale * projected, selector.predecessor_codebook, selector.successor_codebook
+        )
 
     def _view(self, taps: Tensor, num_requests: int, count: int) -> tuple[Staging, Callable[[], None]]:
         """Observing from one result buffer of the target."""

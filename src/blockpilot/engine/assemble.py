@@ -26,7 +26,6 @@ from blockpilot.models.packing import pack_linear
 from blockpilot.models.weights import read_config
 
 Model = TypeVar("Model", bound=nn.Module)
-PLANS_ROUTED = False  # routed experts in planned passes: tested against the reference, not yet run on a GPU
 
 
 def build_drafter(
@@ -74,8 +73,7 @@ def build_runner(
     decoder: Decoder, *, num_slots: int, context_length: int, device: torch.device, dtype: torch.dtype
 ) -> TargetRunner:
     """Planned where the GPU can run it so."""
-    is_planned = can_fuse(device, decoder.config.head_dim) and (decoder.config.moe is None or PLANS_ROUTED)
-    kind = PlannedRunner if is_planned else TargetRunner
+    kind = PlannedRunner if can_fuse(device, decoder.config.head_dim) else TargetRunner
     return kind(decoder, num_slots=num_slots, context_length=context_length, device=device, dtype=dtype)
 
 
@@ -98,6 +96,8 @@ def _prepare(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
 
 def _draft_head(model: DFlash, decoder: Decoder, backend: str) -> Callable[[Tensor], Tensor]:
     """The target's head, or the rows of it that the drafter looks at. Call before the target's weights are packed."""
+    if model.draft_token_ids is None and backend == "plain":
+        return decoder.lm_head
     if model.draft_token_ids is None:
         return lambda hidden: decoder.lm_head(hidden)  # looked up late: packing replaces the layer
     ids = model.draft_token_ids

@@ -158,7 +158,7 @@ class Engine:
 
 
 def _prefill_state(sequence: Sequence, result: PassResult, row: int) -> PrefillState | None:
-    if not sequence.pilot.reads_prefill:
+    if not sequence.pilot.reads_prefill or result.hidden is None:
         return None
     return PrefillState(
         num_prompt_tokens=len(sequence.prompt_ids),

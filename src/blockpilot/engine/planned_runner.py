@@ -37,7 +37,7 @@ class PlannedRunner(TargetRunner):
         self._spare_slot = num_slots
         self._pool = graph_pool(device)
         self._logits = torch.empty(self.max_rows, config.vocab_size, dtype=dtype, device=device)
-        self._hidden = torch.empty(self.max_rows, config.hidden_size, dtype=dtype, device=device)
+        self._dtype = dtype
         self._taps: dict[tuple[int, ...], Tensor] = {}  # by the layers that are read
         self._best = torch.empty(self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._passes: dict[tuple[int, int, int, tuple[int, ...]], tuple[PassPlan, Callable[[], None]]] = {}
@@ -70,9 +70,8 @@ class PlannedRunner(TargetRunner):
         return PassResult(
             self._logits[:num_rows],
             self._taps[tuple(tap_layers)] if tap_layers else None,
-            self._hidden[:num_rows],
             range(0, num_rows, count),
-            self._best[:num_rows].tolist(),
+            best=self._best[:num_rows].tolist(),
         )
 
     @torch.inference_mode()
@@ -98,7 +97,7 @@ class PlannedRunner(TargetRunner):
         if key not in self._passes:
             if tap_layers and tap_layers not in self._taps:
                 shape = (self.max_rows, len(tap_layers) * self.decoder.config.hidden_size)
-                self._taps[tap_layers] = torch.empty(shape, dtype=self._hidden.dtype, device=self.device)
+                self._taps[tap_layers] = torch.empty(shape, dtype=self._dtype, device=self.device)
             plan = PassPlan(num_requests, count, context, self.device, self._spare_slot)
             self._passes[key] = plan, capture(lambda: self._run(plan, tap_layers), self.device, self._pool)
         return self._passes[key]
@@ -106,12 +105,11 @@ class PlannedRunner(TargetRunner):
     def _run(self, plan: PassPlan, tap_layers: tuple[int, ...]) -> None:
         num_rows = plan.num_requests * plan.count
         plan.staging.send()
-        hidden, normed, taps = self.fused.forward(plan.inputs, tap_layers)
+        taps = self._taps[tap_layers][:num_rows] if tap_layers else None
+        normed = self.fused.forward(plan.inputs, tap_layers, taps)
         logits = self.fused.logits(normed, out=self._logits[:num_rows])
-        self._hidden[:num_rows].copy_(hidden)
-        if taps is not None:
-            self._taps[tap_layers][:num_rows].copy_(taps)
-        self._best[:num_rows].copy_(logits.argmax(dim=-1), non_blocking=True)
+        _, best, _ = self.fused.layers.kernels.rank_tokens(logits, 1)
+        self._best[:num_rows].copy_(best[:, 0], non_blocking=True)
 
     def _move(self, num_requests: int) -> tuple[Staging, Callable[[], None]]:
         if num_requests not in self._moves:

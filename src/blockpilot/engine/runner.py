@@ -18,8 +18,8 @@ from blockpilot.models.decoder import Decoder
 class PassResult:
     logits: Tensor  # [rows, V]: every token after a verify, one row per request after a prefill
     taps: Tensor | None  # [N, num_taps * H], all packed tokens
-    hidden: Tensor  # [rows, H], the states that the logits come from
     row_starts: Collection[int]  # first row of each request
+    hidden: Tensor | None = None  # [rows, H], after a prefill: the states that the logits come from
     best: Collection[int] | None = None  # the most likely token of every row, where the pass has found it
 
     def best_ids(self) -> Collection[int]:
@@ -67,7 +67,7 @@ class TargetRunner:
         for slot, ids in chunks:
             self.cache.keep(slot, range(len(ids)))
         last = hidden[last_rows]
-        return PassResult(self.decoder.logits(last), taps, last, range(len(chunks)))
+        return PassResult(self.decoder.logits(last), taps, range(len(chunks)), last)
 
     @torch.inference_mode()
     def verify(self, trees: Collection[tuple[int, DraftTree]], tap_layers: Collection[int]) -> PassResult:
@@ -77,7 +77,7 @@ class TargetRunner:
         segments = [Segment(slot, len(tree), None if tree.is_chain else tree.ancestor_matrix()) for slot, tree in trees]
         hidden, taps = self._forward(token_ids, positions, RaggedAttention(self.cache, segments), tap_layers)
         starts = list(accumulate((len(tree) for _, tree in trees), initial=0))[:-1]
-        return PassResult(self.decoder.logits(hidden), taps, hidden, starts)
+        return PassResult(self.decoder.logits(hidden), taps, starts)
 
     def keep(self, paths: Collection[tuple[int, Collection[int]]]) -> None:
         """Commit the accepted rows (slot, path) of the last pass; the others are forgotten."""

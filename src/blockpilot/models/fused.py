@@ -47,7 +47,8 @@ class FusedLayers:
         self.rows, self.num_heads = rows, num_heads
         self.device, self.dtype = rows.device, rows.dtype
         self.kernels: Kernels = fused_kernels(rows.device)
-        angles = torch.arange(rows.shape[4], device=self.device)[:, None] * rotary.inverse_frequencies.to(self.device)
+        positions = torch.arange(rows.shape[4], dtype=torch.float32, device=self.device)
+        angles = positions[:, None] * rotary.inverse_frequencies.to(self.device)
         self.table = (angles.cos(), angles.sin())  # [capacity, D/2], float32
         self.num_processors = (
             torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 4
@@ -100,8 +101,8 @@ class FusedDecoder:
             index: stack_experts(layer.mlp) for index, layer in enumerate(decoder.layers) if isinstance(layer.mlp, MoE)
         }
 
-    def forward(self, inputs: PassInputs, tap_layers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states [N, H] before and after the final norm, and taps as `Decoder.forward` gives them."""
+    def forward(self, inputs: PassInputs, tap_layers: Sequence[int], taps: Tensor | None = None) -> Tensor:
+        """Hidden states [N, H] after the final norm; `taps` [N, layers * H] gets what `Decoder.forward` gives."""
         fused, decoder = self.layers, self.decoder
         layers = [cast(DecoderLayer, layer) for layer in decoder.layers]
         x = F.embedding(inputs.token_ids, decoder.embed_tokens.weight)
@@ -115,8 +116,9 @@ class FusedDecoder:
             x, normed = fused.add_norm(x, self._mlp(layer, normed), after)
             if index in tap_layers:
                 kept[index] = x
-        taps = torch.cat([kept[index] for index in tap_layers], dim=-1) if tap_layers else None
-        return x, normed, taps
+        if taps is not None:
+            torch.cat([kept[index] for index in tap_layers], dim=-1, out=taps)
+        return normed
 
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
         return self.layers.whole(normed, self.decoder.lm_head.weight, out)

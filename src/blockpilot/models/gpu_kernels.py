@@ -7,7 +7,8 @@
     attend         queries of all requests over the filled part of their slots, split over the context, tree masks
     add_norm       residual addition and the RMSNorm behind it; of DFlash 2, the convolution before the addition too
     gate           silu(gate) * up of a product made elsewhere
-    best_tokens    the best tokens of every row of logits, and the row's log-sum-exp
+    rank_tokens    the best tokens of every row of logits and their log-probabilities
+    score_pairs    DFlash 2's selector: how likely a child is after each parent
     convolve       DFlash 2's convolution before a sublayer
     store_context  a drafter's keys and values of committed tokens into their cache rows
     move_rows      accepted cache rows to their places
@@ -401,6 +402,65 @@ def _rank_chunks(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _merge_chunks(  # type: ignore[no-untyped-def]
+    scores, ids, mass, names, best, best_ids, log_probs, num_chunks,
+    BEST: tl.constexpr, PAD: tl.constexpr, PAD_CHUNKS: tl.constexpr, HAS_NAMES: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    _wait(IS_OVERLAPPED)
+    row = tl.program_id(0).to(tl.int64)
+    places, chunks = tl.arange(0, PAD), tl.arange(0, PAD_CHUNKS)
+    num_found = num_chunks * BEST
+    x = tl.load(scores + row * num_found + places, mask=places < num_found, other=float("-inf"))
+    masses = tl.load(mass + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf"))
+    highest = tl.max(masses, axis=0)
+    total = highest + tl.log(tl.sum(tl.exp(masses - highest), axis=0))
+    for rank in tl.static_range(0, BEST):
+        value, index = tl.max(x, axis=0, return_indices=True)
+        token = tl.load(ids + row * num_found + index).to(tl.int64)
+        if HAS_NAMES:
+            token = tl.load(names + token).to(tl.int64)
+        tl.store(best + row * BEST + rank, value)
+        tl.store(best_ids + row * BEST + rank, token)
+        tl.store(log_probs + row * BEST + rank, value - total)
+        x = tl.where(places == index, float("-inf"), x)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _score_pairs(  # type: ignore[no-untyped-def]
+    scores, ids, anchor_ids, projected, before, behind, first, later,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, RANK: tl.constexpr, DEPTH: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    _wait(IS_OVERLAPPED)
+    block, position = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = block * tl.num_programs(1) + position
+    children, dims = tl.arange(0, PAD), tl.arange(0, DEPTH)
+    is_child = children < WIDTH
+    is_dim = dims < RANK
+    child_ids = tl.load(ids + place * WIDTH + children, mask=is_child, other=0)
+    if position > 0:
+        parent_ids = tl.load(ids + (place - 1) * WIDTH + children, mask=is_child, other=0)
+    else:
+        parent_ids = tl.load(anchor_ids + block).to(tl.int64) + tl.zeros([PAD], tl.int64)
+    state = tl.load(projected + place * RANK + dims, mask=is_dim, other=0.0)
+    is_used = is_child[:, None] & is_dim[None, :]
+    parents = tl.load(before + parent_ids[:, None] * RANK + dims[None, :], mask=is_used, other=0.0)
+    wanted = tl.load(behind + child_ids[:, None] * RANK + dims[None, :], mask=is_used, other=0.0)
+    pairs = tl.dot((parents * state[None, :]).to(wanted.dtype), tl.trans(wanted), input_precision="ieee")
+    own = tl.load(scores + place * WIDTH + children, mask=is_child, other=0.0)
+    pairs = tl.where(is_child[None, :], pairs.to(wanted.dtype).to(tl.float32) + own[None, :], float("-inf"))
+    pairs -= tl.max(pairs, axis=1)[:, None]
+    pairs -= tl.log(tl.sum(tl.exp(pairs), axis=1))[:, None]
+    if position > 0:
+        row = (block * (tl.num_programs(1) - 1) + position - 1) * WIDTH + children
+        is_pair = is_child[:, None] & is_child[None, :]
+        tl.store(later + row[:, None] * WIDTH + children[None, :], pairs, mask=is_pair)
+    else:
+        is_pair = (children == 0)[:, None] & is_child[None, :]
+        tl.store(first + block * WIDTH + (children * 0)[:, None] + children[None, :], pairs, mask=is_pair)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _store_context(  # type: ignore[no-untyped-def]
     projected, positions, cos, sin, weights, slots, starts, rows, eps, part_stride, layer_stride, slot_stride, capacity,
     COUNT: tl.constexpr, LAYERS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
@@ -486,17 +546,10 @@ def linear(
     splits = plan.num_splits if out is None else 1
     chunk = triton.cdiv(triton.cdiv(size, splits), plan.depth) * plan.depth
     splits = triton.cdiv(size, chunk)
-    tokens = max(MIN_TILE, triton.next_power_of_2(num_tokens))
-    shape = (splits, num_tokens, num_rows) if splits > 1 else (num_tokens, num_rows)
     if out is None:
+        shape = (splits, num_tokens, num_rows) if splits > 1 else (num_tokens, num_rows)
         out = torch.empty(shape, dtype=torch.float32 if splits > 1 else x.dtype, device=x.device)
-    overlap = can_overlap(x.device)
-    kernel: Any = _linear[(triton.cdiv(num_rows, plan.rows), triton.cdiv(num_tokens, tokens), splits)]
-    kernel(
-        x, weight, out, num_tokens, num_rows, size, chunk, TOKENS=tokens, ROWS=plan.rows, DEPTH=plan.depth,
-        AHEAD=plan.ahead, HAS_EVEN_ROWS=num_rows % plan.rows == 0, HAS_EVEN_DEPTH=size % plan.depth == 0,
-        IS_GATED=False, IS_OVERLAPPED=overlap, num_warps=plan.num_warps, num_stages=plan.num_stages, **_launch(overlap),
-    )  # fmt: skip
+    _multiply(x, weight, out, num_rows, plan, chunk, is_gated=False)
     return Parts(out, splits)
 
 
@@ -509,17 +562,25 @@ def gated_linear(x: Tensor, weight: Tensor, num_processors: int, plan: LinearPla
     if num_tokens > MAX_SKINNY or x.dtype == torch.float32:
         return gate(Parts(F.linear(x, weight)), x.dtype)
     num_rows = len(weight) // 2
-    plan = plan or GATED
-    tokens = max(MIN_TILE, triton.next_power_of_2(num_tokens))
     out = torch.empty(num_tokens, num_rows, dtype=x.dtype, device=x.device)
-    overlap = can_overlap(x.device)
-    kernel: Any = _linear[(triton.cdiv(num_rows, plan.rows), triton.cdiv(num_tokens, tokens), 1)]
-    kernel(
-        x, weight, out, num_tokens, num_rows, size, size, TOKENS=tokens, ROWS=plan.rows, DEPTH=plan.depth,
-        AHEAD=plan.ahead, HAS_EVEN_ROWS=num_rows % plan.rows == 0, HAS_EVEN_DEPTH=size % plan.depth == 0, IS_GATED=True,
-        IS_OVERLAPPED=overlap, num_warps=plan.num_warps, num_stages=plan.num_stages, **_launch(overlap),
-    )  # fmt: skip
+    _multiply(x, weight, out, num_rows, plan or GATED, size, is_gated=True)
     return out
+
+
+def _multiply(
+    x: Tensor, weight: Tensor, out: Tensor, num_rows: int, plan: LinearPlan, chunk: int, *, is_gated: bool
+) -> None:  # fmt: skip
+    num_tokens, size = x.shape
+    tokens = max(MIN_TILE, triton.next_power_of_2(num_tokens))
+    overlap = can_overlap(x.device)
+    grid = (triton.cdiv(num_rows, plan.rows), triton.cdiv(num_tokens, tokens), triton.cdiv(size, chunk))
+    kernel: Any = _linear[grid]
+    kernel(
+        x, weight, out, num_tokens, num_rows, size, chunk, TOKENS=tokens, ROWS=plan.rows, DEPTH=plan.depth,
+        AHEAD=plan.ahead, HAS_EVEN_ROWS=num_rows % plan.rows == 0, HAS_EVEN_DEPTH=size % plan.depth == 0,
+        IS_GATED=is_gated, IS_OVERLAPPED=overlap, num_warps=plan.num_warps, num_stages=plan.num_stages,
+        **_launch(overlap),
+    )  # fmt: skip
 
 
 def routed_mlp(x: Tensor, logits: Parts, gate_up: Tensor, down: Tensor, num_active: int, is_normalized: bool) -> Parts:
@@ -701,8 +762,11 @@ def choose_splits(num_requests: int, num_kv_heads: int, num_tiles: int, num_proc
     return max(1, min(MAX_SPLITS, useful, triton.next_power_of_2(wanted)))
 
 
-def best_tokens(logits: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores and ids [N, K] of the best tokens of logits [N, V], best first, and log-sum-exp [N, 1]; float32."""
+def rank_tokens(logits: Tensor, num_best: int, names: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, ids and log-probabilities [N, K] of the best tokens of logits [N, V], best first; float32.
+
+    `names` [V] are the ids of the columns, where they are not their places.
+    """
     num_rows, size = logits.shape
     chunks = triton.cdiv(size, CHUNK)
     scores = torch.empty(num_rows, chunks, num_best, dtype=torch.float32, device=logits.device)
@@ -714,8 +778,37 @@ def best_tokens(logits: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
         logits, scores, ids, mass, size, logits.stride(0), BEST=num_best, CHUNK=CHUNK, IS_OVERLAPPED=overlap,
         num_warps=8, **_launch(overlap),
     )  # fmt: skip
-    best = scores.flatten(1).topk(num_best, dim=-1)
-    return best.values, ids.flatten(1).gather(1, best.indices).long(), mass.logsumexp(dim=-1, keepdim=True)
+    best, log_probs = (torch.empty(num_rows, num_best, dtype=torch.float32, device=logits.device) for _ in range(2))
+    best_ids = torch.empty(num_rows, num_best, dtype=torch.int64, device=logits.device)
+    merge: Any = _merge_chunks[(num_rows,)]
+    merge(
+        scores, ids, mass, ids if names is None else names, best, best_ids, log_probs, chunks, BEST=num_best,
+        PAD=triton.next_power_of_2(chunks * num_best), PAD_CHUNKS=triton.next_power_of_2(chunks),
+        HAS_NAMES=names is not None, IS_OVERLAPPED=overlap, num_warps=4, **_launch(overlap),
+    )  # fmt: skip
+    return best, best_ids, log_probs
+
+
+def score_pairs(
+    scores: Tensor, ids: Tensor, anchor_ids: Tensor, projected: Tensor, before: Tensor, behind: Tensor
+) -> tuple[Tensor, Tensor]:
+    """DFlash 2's selector: log p(child | parent) after the anchor [N, K], and between positions [N, D-1, K, K].
+
+    `scores`, `ids` [N, D, K] are the candidates, `projected` [N, D, rank] the hidden states, `before` and `behind`
+    [V, rank] the codebooks of parents and children.
+    """
+    num_blocks, depth, width = ids.shape
+    rank = before.shape[1]
+    first = torch.empty(num_blocks, width, dtype=torch.float32, device=ids.device)
+    later = torch.empty(num_blocks, depth - 1, width, width, dtype=torch.float32, device=ids.device)
+    overlap = can_overlap(ids.device)
+    kernel: Any = _score_pairs[(num_blocks, depth)]
+    kernel(
+        scores, ids, anchor_ids, projected, before, behind, first, later, WIDTH=width,
+        PAD=max(MIN_TILE, triton.next_power_of_2(width)), RANK=rank, DEPTH=max(MIN_TILE, triton.next_power_of_2(rank)),
+        IS_OVERLAPPED=overlap, num_warps=4, **_launch(overlap),
+    )  # fmt: skip
+    return first, later
 
 
 def _pad(dim: int) -> int:

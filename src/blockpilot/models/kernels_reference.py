@@ -87,7 +87,13 @@ class Kernels(Protocol):
         self, num_requests: int, num_kv_heads: int, num_tiles: int, num_processors: int, context: int
     ) -> int: ...
 
-    def best_tokens(self, logits: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]: ...
+    def rank_tokens(
+        self, logits: Tensor, num_best: int, names: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def score_pairs(
+        self, scores: Tensor, ids: Tensor, anchor_ids: Tensor, projected: Tensor, before: Tensor, behind: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 def linear(x: Tensor, weight: Tensor, num_processors: int, *, out: Tensor | None = None) -> Parts:
@@ -207,11 +213,30 @@ def choose_splits(num_requests: int, num_kv_heads: int, num_tiles: int, num_proc
     return 1
 
 
-def best_tokens(logits: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores and ids [N, K] of the best tokens of logits [N, V], best first, and log-sum-exp [N, 1]; float32."""
+def rank_tokens(logits: Tensor, num_best: int, names: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, ids and log-probabilities [..., K] of the best tokens of logits [..., V], best first; float32.
+
+    `names` [V] are the ids of the columns, where they are not their places.
+    """
     wide = logits.float()
-    best = wide.topk(num_best, dim=-1)
-    return best.values, best.indices, wide.logsumexp(dim=-1, keepdim=True)
+    scores, places = wide.topk(num_best, dim=-1) if num_best > 1 else wide.max(dim=-1, keepdim=True)  # first of equals
+    ids = places if names is None else names[places]
+    return scores, ids, scores - wide.logsumexp(dim=-1, keepdim=True)
+
+
+def score_pairs(
+    scores: Tensor, ids: Tensor, anchor_ids: Tensor, projected: Tensor, before: Tensor, behind: Tensor
+) -> tuple[Tensor, Tensor]:
+    """DFlash 2's selector: log p(child | parent) after the anchor [N, K], and between positions [N, D-1, K, K].
+
+    `scores`, `ids` [N, D, K] are the candidates, `projected` [N, D, rank] the hidden states, `before` and `behind`
+    [V, rank] the codebooks of parents and children.
+    """
+    children = behind[ids].transpose(-1, -2)  # [N, D, rank, K]
+    first = (before[anchor_ids.long()] * projected[:, 0])[:, None] @ children[:, 0]
+    later = (before[ids[:, :-1]] * projected[:, 1:, None]) @ children[:, 1:]
+    first, later = scores[:, 0] + first[:, 0].float(), scores[:, 1:, None] + later.float()
+    return first.log_softmax(dim=-1), later.log_softmax(dim=-1)
 
 
 def _places(slots: Tensor, starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -32,8 +32,15 @@ class Rotary(nn.Module):
 
     def __init__(self, config: RopeConfig, head_dim: int) -> None:
         super().__init__()
+        self.config, self.head_dim = config, head_dim
         self.register_buffer("inverse_frequencies", rope_frequencies(config, head_dim), persistent=False)
         self.inverse_frequencies: Tensor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        """Moves with its model and stays float32: at position 500 a rounded frequency is off by half a radian."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.inverse_frequencies = rope_frequencies(self.config, self.head_dim).to(self.inverse_frequencies.device)
+        return self
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines, and sines with the sign they carry: minus for the first half of a head, plus for the second."""

@@ -9,9 +9,11 @@ from torch import Tensor
 
 
 class AnchorAttention:
-    def __init__(self, context: list[tuple[Tensor, Tensor]], anchors: Tensor) -> None:
-        """`context` holds each layer's keys and values of the text [T, Hkv, D]; blocks stand at `anchors` [N] in it."""
-        reach = int(anchors.max())  # no block sees further
+    def __init__(self, context: list[tuple[Tensor, Tensor]], anchors: Tensor, *, reach: int) -> None:
+        """`context` holds each layer's keys and values of the text [T, Hkv, D]; blocks stand at `anchors` [N] in it.
+
+        `reach` is the last anchor, given because asking a GPU for it would wait for all work before.
+        """
         self.context = [(keys[:reach], values[:reach]) for keys, values in context]
         self.num_blocks = len(anchors)
         is_hidden = torch.arange(reach, device=anchors.device) >= anchors[:, None]

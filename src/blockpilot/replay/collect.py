@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from blockpilot.core.errors import InputError
 from blockpilot.core.sampling_params import SamplingParams
@@ -149,7 +150,7 @@ def _draft_everywhere(
         else:
             lengths = blocks.emitted(size)
         emitted.append(lengths)
-    return np.stack(emitted, axis=1), drafts
+    return torch.stack(emitted, dim=1).cpu().numpy(), drafts
 
 
 def _setting(llm: LLM, drafter: DFlashDrafter, config: CollectConfig) -> TraceSetting:

@@ -72,7 +72,8 @@ def compare(
         priced = replace(pilot, costs=costs) if isinstance(pilot, StepPilot) else pilot
         walks[pilot.name] = [simulate(trace, priced, costs) for trace in test]
     walks["oracle per request"] = [oracle_request(trace, (1, *sizes), costs).steps for trace in test]
-    walks["oracle per step"] = [oracle_steps(trace, costs, sizes=sizes) for trace in test]
+    if all(trace.setting.is_every_anchor for trace in test):
+        walks["oracle per step"] = [oracle_steps(trace, costs, sizes=sizes) for trace in test]
     plain, fixed = list(walks.values())[:2]
     return [_row(load, name, found, plain=plain, fixed=fixed) for name, found in walks.items()]
 

@@ -1,7 +1,7 @@
 """From traces to pilots."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,13 +107,20 @@ def tau_table(traces: Iterable[Trace], sizes: Sequence[int]) -> np.ndarray:
 
 
 def train_prefill_pilot(
-    group: TraceGroup, config: PrefillConfig, *, num_epochs: int, seed: int, device: str = "cpu"
+    group: TraceGroup,
+    config: PrefillConfig,
+    *,
+    num_epochs: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    report: Callable[[int, int], None] | None = None,
 ) -> PrefillPilot:
-    """The seed paper's pilot, or a variant of it."""
+    """The seed paper's pilot, or a variant of it; `report` hears of every epoch."""
     import torch
 
     check_enough(group, "training")
     states = [trace.prefill_state() for trace in group.traces]
     values = torch.stack([state.hidden if config.inputs == "hidden" else state.probabilities for state in states])
     tau = torch.from_numpy(tau_table(group.traces, config.sizes))
-    return PrefillPilot(train_prefill(config, values.to(device), tau, num_epochs=num_epochs, seed=seed))
+    network = train_prefill(config, values.to(device), tau, num_epochs=num_epochs, seed=seed, report=report)
+    return PrefillPilot(network)

@@ -2,10 +2,11 @@
 
 Requests lie back to back in every column; `answer_offsets` says where each begins (an answer of n tokens has n - 1
 anchors). Shards are written whole or not at all, and the same requests give the same bytes, so that an interrupted
-collection goes on behind its last shard.
+collection goes on behind its last shard. A shard whose name ends in `.xz` is compressed (`compact.py` writes such).
 """
 
 import json
+import lzma
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from blockpilot.replay.traces import DraftColumns, PrefillColumns, Trace, TraceS
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+SHARD_NAMES = (".safetensors", ".safetensors.xz")  # plain, compressed
 REQUESTS = "requests"  # the one metadata key of a shard: its strings. A second key would come in random order
 DRAFT_COLUMNS = ("log_probs", "entropy", "true_ranks")
 PAIR_COLUMNS = ("first", "pairwise")  # only where the drafter scores a child given its parent
@@ -46,7 +48,7 @@ class TraceSet:
 
     @property
     def shards(self) -> list[Path]:
-        return sorted(self.folder.glob("shard-*.safetensors"))
+        return sorted(path for path in self.folder.glob("shard-*") if path.name.endswith(SHARD_NAMES))
 
     @property
     def is_complete(self) -> bool:
@@ -98,8 +100,8 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     write_text(folder / MANIFEST, text)
 
 
-def shard_path(folder: Path, index: int) -> Path:
-    return folder / f"shard-{index:05d}.safetensors"
+def shard_path(folder: Path, index: int, *, is_compressed: bool = False) -> Path:
+    return folder / f"shard-{index:05d}{SHARD_NAMES[is_compressed]}"
 
 
 def write_shard(path: Path, traces: Sequence[Trace], precision: str) -> None:
@@ -188,10 +190,35 @@ def _rounded(values: NDArray[Any], floats: np.dtype[Any]) -> NDArray[Any]:
     return np.clip(values, -largest, largest).astype(floats)
 
 
+def compress(shard: bytes) -> bytes:
+    return lzma.compress(shard, preset=9 | lzma.PRESET_EXTREME)
+
+
+class CompressedShard:
+    """What is used of an opened file, for a shard that is read as a whole."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors.numpy import load
+
+        data = lzma.decompress(path.read_bytes())
+        self.columns = load(data)
+        size = int.from_bytes(data[:8], "little")
+        self.header = json.loads(data[8 : 8 + size])
+
+    def keys(self) -> list[str]:
+        return list(self.columns)
+
+    def get_tensor(self, name: str) -> NDArray[Any]:
+        return self.columns[name]
+
+    def metadata(self) -> dict[str, str]:
+        return dict(self.header["__metadata__"])
+
+
 def _open_shard(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
-        return safe_open(str(path), framework="np")
-    except (SafetensorError, OSError) as error:
+        return CompressedShard(path) if path.suffix == ".xz" else safe_open(str(path), framework="np")
+    except (SafetensorError, OSError, EOFError, lzma.LZMAError) as error:
         raise InputError(f"{path} is damaged: delete it and run `blockpilot collect` again") from error

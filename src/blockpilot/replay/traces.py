@@ -38,7 +38,7 @@ class DraftColumns:
 class PrefillColumns:
     """What the target knew when it had read the prompt: the likeliest first tokens, and its last hidden state."""
 
-    token_ids: NDArray[np.int32]  # [M], best first
+    token_ids: NDArray[np.int32]  # [M], best first; by id in compact traces
     probabilities: NDArray[np.float32]  # [M], at temperature 1
     mass: float  # their sum; what is missing to 1 lies outside of them
     entropy: float  # of the whole distribution

@@ -44,8 +44,13 @@ def test_errors(name: str, message: str) -> None:
         parse(name)
 
 
-def test_the_papers_pilot_must_be_there(model_cache: Path) -> None:
-    with pytest.raises(InputError, match=r"blockpilot train-pilot --kind prefill .*smollm2-135m-prefill"):
+def test_the_papers_pilot_must_be_there(model_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blockpilot.replay.compact.ASSETS", model_cache)
+    with pytest.raises(InputError, match=r"`blockpilot train-pilot --kind prefill --traces TR.*smollm2-135m-prefill`"):
+        parse("blockpilot")
+    (model_cache / "smollm2-135m-traces").mkdir(parents=True)
+    (model_cache / "smollm2-135m-traces" / "manifest.json").write_text("{}")
+    with pytest.raises(InputError, match=r"build it with `blockpilot train-pilot --kind prefill` \(minutes\)"):
         parse("blockpilot")
 
 

@@ -8,15 +8,15 @@ import numpy as np
 import pilot_experiments
 import pytest
 from pilot_study.request_sizes import best_fixed, judge_halves, optimal_rows, split_rows
-from pilot_study.trace_tables import SizeTable, part_taus
+from pilot_study.trace_tables import SizeTable, part_taus, read_traces
 from pilot_study.variants import PrefillInputs, judge_choice, list_variants, predict, train_variant
 
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.replay.costs import SimulatedStep, total
 from blockpilot.replay.simulate import walk_chain
-from blockpilot.replay.trace_files import require_disjoint
-from blockpilot.replay.traces import Trace
+from blockpilot.replay.trace_files import TraceSet, require_disjoint, write_manifest
+from blockpilot.replay.traces import DraftColumns, Trace
 from tests.unit.benchmarks.pieces import SIZES, make_trace, write_traces
 
 WINDOW = (14, 15, 16, 17, 18)
@@ -107,3 +107,39 @@ def test_the_whole_script_runs_on_folders(tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert "### Under step costs" in (tmp_path / "out" / "tables.md").read_text()
     assert all((tmp_path / "out" / name).stat().st_size for name in ("optimal_sizes.svg", "gains.svg", "manifest.json"))
+
+
+def test_candidates_are_kept_of_some_traces_among_those_that_hold_them(tmp_path: Path) -> None:
+    columns = DraftColumns(
+        log_probs=np.zeros((96, 1, 2)), entropy=np.zeros((96, 1)), true_ranks=np.zeros((96, 1), np.uint8)
+    )
+    drafted = [replace(trace, drafts={2: columns}) for trace in make_traces(6, start=20)]
+    folders = [write_traces(tmp_path / "a", make_traces(8)), write_traces(tmp_path / "b", drafted)]
+    write_manifest(folders[1], {**TraceSet(folders[1]).manifest, "draft_sizes": [2]})
+    for wanted, held in ((0, []), (3, ["p20", "p22", "p24"]), (100, [trace.prompt_id for trace in drafted])):
+        traces = read_traces(folders, like=None, num_drafted=wanted)
+        assert len(traces) == 14 and [trace.prompt_id for trace in traces if trace.drafts] == held
+
+
+def test_parts_computed_apart_are_joined_when_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [
+        str(write_traces(tmp_path / name, make_traces(count, start)))
+        for name, count, start in (("train", 12, 0), ("test", 6, 50))
+    ]
+    given = ["--train", folders[0], "--test", folders[1], "--quick"]
+
+    def run(name: str, *arguments: str) -> set[str]:
+        monkeypatch.setattr("sys.argv", ["x", *arguments, "--out", str(tmp_path / name)])
+        pilot_experiments.main()
+        return set((tmp_path / name / "rows.jsonl").read_text().splitlines())
+
+    parts = [run(part, *given, "--part", part) for part in ("networks", "walks")]
+    assert parts[0] - parts[1] and parts[1] - parts[0]
+    joined = run("joined", "--draw", *(str(tmp_path / part) for part in ("networks", "walks")))
+    assert joined == parts[0] | parts[1] == run("all", *given)
+    tables = [(tmp_path / name / "tables.md").read_text().splitlines() for name in ("joined", "all")]
+    assert sorted(tables[0]) == sorted(tables[1]) and (tmp_path / "joined" / "gains.svg").is_file()
+    assert json.loads((tmp_path / "joined" / "manifest.json").read_text())["part"] == "all"
+    monkeypatch.setattr("sys.argv", ["x", "--draw", str(tmp_path / "train")])
+    with pytest.raises(SystemExit, match="holds no rows of an earlier run"):
+        pilot_experiments.main()

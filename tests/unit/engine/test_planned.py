@@ -18,7 +18,6 @@ PILOTS = ["ar", "fixed:4", "tree:15", "tree:70"]
 
 def make_planned(monkeypatch: pytest.MonkeyPatch, name: str, **options: object) -> LLM:
     monkeypatch.setattr(assemble, "can_fuse", lambda device, head_dim: True)
-    monkeypatch.setattr(assemble, "PLANS_ROUTED", True)
     llm = make_llm(name, **options)
     monkeypatch.undo()
     return llm

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from blockpilot.models.config import MoeConfig
-from blockpilot.models.layers import MoE
+from blockpilot.models.fused import FusedLayers
+from blockpilot.models.layers import MoE, rope_frequencies
 from tests.support import causal_attend
 from tests.tiny import ARCHITECTURES, make_decoder
 
@@ -45,3 +46,16 @@ def test_no_taps_asked_for_none_returned() -> None:
     hidden, taps = make_decoder()(torch.arange(4), torch.arange(4), causal_attend)
     assert taps is None
     assert hidden.shape == (4, 32)
+
+
+def test_rotation_stays_exact_in_half_precision() -> None:
+    """Frequencies or angles in bfloat16 would turn position 500 by half a radian too much."""
+    decoder = make_decoder("llama").to(torch.bfloat16)
+    rope, dim = decoder.config.rope, decoder.config.head_dim
+    angles = torch.arange(600, dtype=torch.float64)[:, None] * rope_frequencies(rope, dim).double()
+    cos, sin = decoder.rotary(torch.arange(600), torch.float32)
+    torch.testing.assert_close(cos[:, 0, : dim // 2].double(), angles.cos(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(sin[:, 0, dim // 2 :].double(), angles.sin(), rtol=0, atol=1e-4)
+    rows = torch.zeros(1, 2, 1, 1, 600, dim, dtype=torch.bfloat16)
+    fused = FusedLayers(rows, decoder.rotary, decoder.config.num_heads)
+    torch.testing.assert_close(fused.table[0].double(), angles.cos(), rtol=0, atol=1e-4)

@@ -112,3 +112,25 @@ def test_a_pilot_of_another_target_names_both_sides() -> None:
 def test_bad_choices_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(InputError, match="prefill pilot"):
         replace(CONFIG, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("inputs", ["distribution", "normalised"])
+def test_columns_that_no_request_touches_are_trained_as_if_they_were_there(inputs: str) -> None:
+    draw = torch.Generator().manual_seed(5)
+    values = torch.rand(40, 30, generator=draw) * (torch.arange(30) % 3 == 0)  # two thirds of the inputs are always 0
+    tau = torch.rand(40, 3, generator=draw)
+    config = PrefillConfig(input_size=30, sizes=(4, 8, 16), inputs=inputs, hidden_size=16)
+    reports: list[tuple[int, int]] = []
+    network = train_prefill(config, values, tau, num_epochs=3, batch_size=16, report=lambda *x: reports.append(x))
+    torch.manual_seed(0)
+    dense = PrefillNetwork(config).train()
+    optimizer, order = torch.optim.AdamW(dense.parameters(), lr=3e-4), torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for rows in torch.randperm(40, generator=order).split(16):
+            scores = dense(read_features(values[rows], inputs))
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(scores, tau[rows].argmax(dim=-1)).backward()
+            optimizer.step()
+    assert reports == [(1, 3), (2, 3), (3, 3)] and network.layers[0].weight.shape == (16, 30)
+    for name, weight in dense.state_dict().items():
+        torch.testing.assert_close(network.state_dict()[name], weight, rtol=1e-5, atol=1e-6)

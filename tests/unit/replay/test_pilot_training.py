@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from blockpilot.bench.methods import find_paper_pilot
 from blockpilot.cli.main import main
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.calibration import Calibration
@@ -15,9 +16,11 @@ from blockpilot.pilots.files import read_card
 from blockpilot.pilots.registry import load_pilot
 from blockpilot.pilots.step import StepPilot
 from blockpilot.replay.collect import collect
+from blockpilot.replay.compact import Kept, write_compact
 from blockpilot.replay.pilot_report import compare, judge_calibration
 from blockpilot.replay.pilot_training import drafts_of, hold_out, read_group, train_step
 from blockpilot.replay.simulate import walk_chain
+from blockpilot.replay.trace_files import TraceSet
 from tests.unit.replay.pieces import SIZES, ignore, make_config, make_pair, make_requests, run_collect
 
 FOLDERS = ("a", "b")
@@ -113,3 +116,24 @@ def test_too_few_and_missing_traces_are_named(
     assert not (tmp_path / "p").exists()
     assert main(["train-pilot", "--traces", *both, "--held-out", held_out, "--kind", "prefill", *out]) == 2
     assert "block size 6 is not in the traces" in capsys.readouterr().err
+
+
+def test_the_command_alone_builds_the_papers_pilot_from_shipped_traces(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BLOCKPILOT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("blockpilot.replay.compact.ASSETS", tmp_path)
+    assert main(["train-pilot", "--kind", "prefill"]) == 2
+    assert "no traces ship for smollm2-135m: give --traces" in capsys.readouterr().err
+    shipped = tmp_path / "smollm2-135m-traces"
+    all_folders = [*folders, folders[0].parent / HELD_OUT]
+    write_compact(all_folders, shipped, kept=Kept(), max_bytes=10**6, licences={"tiny": "MIT"})
+    words = ["--sizes", "3,8", "--hidden-size", "8", "--epochs", "2"]
+    assert main(["train-pilot", "--kind", "prefill", *words]) == 0
+    spoken = capsys.readouterr()
+    assert "2 of 2 epochs: training the network" in spoken.err and "oracle per step" in spoken.out
+    target = TraceSet(shipped).manifest["target"]
+    card = read_card(find_paper_pilot(target, None))
+    assert card.kind == "prefill" and card.sizes == (3, 8) and card.training["num_held_out"] > 0
+    assert main(["train-pilot"]) == 2
+    assert "--kind step needs --traces and --out" in capsys.readouterr().err

@@ -163,3 +163,12 @@ def test_score_pairs(kernels, dtype: torch.dtype, depth: int, width: int, rank: 
     assert_close(found[0], expected[0], dtype)
     if depth > 1:
         assert_close(found[1], expected[1], dtype)
+
+
+def test_noise_is_that_of_the_cpu() -> None:
+    from blockpilot.decoding.sampling import gumbel_noise
+
+    positions = [0, 1, 77, 4000]
+    expected = gumbel_noise(12345, positions, vocab_size=5000)
+    found = gumbel_noise(12345, positions, vocab_size=5000, device=DEVICE).cpu()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

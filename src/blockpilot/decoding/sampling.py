@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.models.gpu import fused_kernels, has_triton
 
 _MASK64 = (1 << 64) - 1
 _PARTIAL_SORT = 1024  # top-p looks at this many best tokens first; the whole vocabulary only where they do not suffice
@@ -50,9 +51,13 @@ def _nucleus_edge(scores: Tensor, top_p: float) -> Tensor:
 
 def gumbel_noise(seed: int, positions: Sequence[int], *, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
     """Standard Gumbel noise [N, V], float32, from integer arithmetic that is the same on every device."""
-    keys = [_position_key(seed, position) for position in positions]
-    first = torch.tensor([_signed(key) for key in keys], dtype=torch.int32, device=device)[:, None]
-    second = torch.tensor([_signed(key >> 32) for key in keys], dtype=torch.int32, device=device)[:, None]
+    words = [_position_key(seed, position) for position in positions]
+    halves = [[_signed(word) for word in words], [_signed(word >> 32) for word in words]]
+    keys = torch.tensor(halves, dtype=torch.int32, device=device)  # [2, N]
+    if keys.is_cuda and has_triton():
+        noise: Tensor = fused_kernels(keys.device).gumbel(keys, vocab_size)
+        return noise
+    first, second = keys[0, :, None], keys[1, :, None]
     bits = torch.arange(vocab_size, dtype=torch.int32, device=device) * _signed(0x9E3779B1) + first  # [N, V]
     bits = _mix(_mix(bits) + second)
     uniform = (bits & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)

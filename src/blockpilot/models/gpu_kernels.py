@@ -10,6 +10,7 @@
     rank_tokens    the best tokens of every row of logits and their log-probabilities
     score_pairs    DFlash 2's selector: how likely a child is after each parent
     convolve       DFlash 2's convolution before a sublayer
+    gumbel         the noise of sampling
     store_context  a drafter's keys and values of committed tokens into their cache rows
     move_rows      accepted cache rows to their places
 
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from blockpilot.models.kernels_reference import Convolution, Parts
 
@@ -460,6 +462,25 @@ def _score_pairs(  # type: ignore[no-untyped-def]
         tl.store(first + block * WIDTH + (children * 0)[:, None] + children[None, :], pairs, mask=is_pair)
 
 
+@triton.jit
+def _mix(bits):  # type: ignore[no-untyped-def]
+    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * 0x7FEB352D
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * -2073254261  # 0x846CA68B
+    return bits ^ ((bits >> 16) & 0xFFFF)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gumbel(keys, out, size, num_rows, BLOCK: tl.constexpr, IS_OVERLAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    _wait(IS_OVERLAPPED)
+    row = tl.program_id(0)
+    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    bits = _mix(tokens * -1640531535 + tl.load(keys + row))  # 0x9E3779B1
+    bits = _mix(bits + tl.load(keys + num_rows + row))
+    uniform = tl.minimum(((bits & 0x7FFFFFFF).to(tl.float32) + 0.5) * 4.656612873077393e-10, 0.99999994)
+    noise = -tl.log(-libdevice.log1p(-uniform))
+    tl.store(out + row.to(tl.int64) * size + tokens, noise, mask=tokens < size)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_context(  # type: ignore[no-untyped-def]
     projected, positions, cos, sin, weights, slots, starts, rows, eps, part_stride, layer_stride, slot_stride, capacity,
@@ -809,6 +830,16 @@ def score_pairs(
         IS_OVERLAPPED=overlap, num_warps=4, **_launch(overlap),
     )  # fmt: skip
     return first, later
+
+
+def gumbel(keys: Tensor, size: int) -> Tensor:
+    """The noise [N, size] that `decoding/sampling.py` defines, of keys [2, N] (int32)."""
+    num_rows = keys.shape[1]
+    out = torch.empty(num_rows, size, dtype=torch.float32, device=keys.device)
+    overlap = can_overlap(keys.device)
+    kernel: Any = _gumbel[(num_rows, triton.cdiv(size, 1024))]
+    kernel(keys, out, size, num_rows, BLOCK=1024, IS_OVERLAPPED=overlap, num_warps=4, **_launch(overlap))
+    return out
 
 
 def _pad(dim: int) -> int:

@@ -108,9 +108,10 @@ class PrefillPilot(Pilot):
                 f"the pilot was trained for a target with {config.input_size} inputs ({config.inputs}), and this one "
                 f"gives {values.shape[-1]}"
             )
-        if self.network.head.weight.device != values.device:
-            self.network.to(values.device)
-        scores = self.network(read_features(values, config.inputs)[None])[0].tolist()
+        if self.network.head.weight.device != values.device:  # on a GPU reading the weights is all its time
+            self.network.to(values.device, torch.bfloat16 if values.is_cuda else torch.float32)
+        features = read_features(values, config.inputs)[None].to(self.network.head.weight.dtype)
+        scores = self.network(features)[0].tolist()
         return FixedPilot(self._best_size(scores, prefill.num_prompt_tokens))
 
     def choose(self, inputs: PilotInputs) -> int:

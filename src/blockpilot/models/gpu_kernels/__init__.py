@@ -1,0 +1,50 @@
+"""A pass on a GPU in few kernels (Triton). float32 products use IEEE arithmetic, not TF32.
+
+    linear         few tokens times all the weights, split over the inner size; whoever reads the result adds the parts
+    gated_linear   SwiGLU's silu(gate) * up with both products
+    routed_mlp     the same through the experts that a router chooses, reading no other's weights
+    rotate_store   per head: q/k norm, rotary, keys and values into their cache rows
+    attend         queries of all requests over the filled part of their slots, split over the context, tree masks
+    add_norm       residual addition and the RMSNorm behind it; of DFlash 2, the convolution before the addition too
+    gate           silu(gate) * up of a product made elsewhere
+    rank_tokens    the best tokens of every row of logits and their log-probabilities
+    score_pairs    DFlash 2's selector: how likely a child is after each parent
+    convolve       DFlash 2's convolution before a sublayer
+    gumbel         the noise of sampling
+    store_context  a drafter's keys and values of committed tokens into their cache rows
+    move_rows      accepted cache rows to their places
+
+What differs from step to step (slots, lengths, masks) is read from device memory, so that a pass can be captured once
+as a CUDA graph and replayed for ever. On GPUs that can (Hopper and later) a kernel is launched while the one before it
+still runs and waits for its results only where it needs them; `linear` meanwhile calls its weights into the cache.
+"""
+
+from blockpilot.models.gpu_kernels.attention import (
+    MAX_TILE,
+    attend,
+    choose_splits,
+    move_rows,
+    rotate_store,
+    store_context,
+)
+from blockpilot.models.gpu_kernels.products import gated_linear, linear, routed_mlp
+from blockpilot.models.gpu_kernels.ranking import gumbel, rank_tokens, score_pairs
+from blockpilot.models.gpu_kernels.sublayers import add_norm, convolve, gate
+
+__all__ = [
+    "MAX_TILE",
+    "add_norm",
+    "attend",
+    "choose_splits",
+    "convolve",
+    "gate",
+    "gated_linear",
+    "gumbel",
+    "linear",
+    "move_rows",
+    "rank_tokens",
+    "rotate_store",
+    "routed_mlp",
+    "score_pairs",
+    "store_context",
+]

@@ -1,0 +1,39 @@
+"""What all kernels share: overlapping launches, products in parts, tiles."""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+MIN_TILE = 16  # the smallest tile the matrix units take
+
+
+@cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel may start before the one before it has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def wait(IS_OVERLAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel be launched, then wait for the results of the one before."""
+    if IS_OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def sum_parts(parts, offsets, stride, mask, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = tl.load(parts + offsets, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts + part * stride + offsets, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+def padded(dim: int) -> int:
+    return max(MIN_TILE, triton.next_power_of_2(dim))
+
+
+def launch(overlap: bool) -> dict[str, bool]:
+    return {"launch_pdl": True} if overlap else {}

@@ -1,0 +1,254 @@
+"""Few tokens times all the weights. float32 products use IEEE arithmetic, not TF32."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, launch, sum_parts, wait
+from blockpilot.models.gpu_kernels.sublayers import gate
+from blockpilot.models.kernels_reference import Parts
+
+MAX_PARTS = 12
+MAX_SKINNY = 64  # tokens up to which `linear` is used; the library's product is better beyond
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _linear(  # type: ignore[no-untyped-def]
+    x, weight, out, num_tokens, num_rows, size, chunk,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr, HAS_EVEN_ROWS: tl.constexpr,
+    HAS_EVEN_DEPTH: tl.constexpr, IS_GATED: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    if IS_OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    split = tl.program_id(2)
+    depth = tl.arange(0, DEPTH)
+    is_token = tokens < num_tokens
+    is_row = rows < num_rows
+    safe_rows = tl.where(is_row, rows, 0).to(tl.int64)
+    first = split * chunk
+    last = tl.minimum(first + chunk, size)
+    if IS_OVERLAPPED:
+        if AHEAD > 0:
+            lines = tl.minimum(first + tl.arange(0, AHEAD) * 64, size - 1)
+            places = (weight + safe_rows[:, None] * size + lines[None, :]).to(tl.int64)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+            )
+        tl.extra.cuda.gdc_wait()
+    weights = weight + safe_rows[:, None] * size + depth[None, :]
+    uppers = weights + num_rows.to(tl.int64) * size
+    inputs = x + tokens.to(tl.int64)[:, None] * size + depth[None, :]
+    sums = tl.zeros([ROWS, TOKENS], tl.float32)
+    ups = tl.zeros([ROWS, TOKENS], tl.float32)
+    for at in range(first, last, DEPTH):
+        if HAS_EVEN_DEPTH:
+            if HAS_EVEN_ROWS:  # noqa: SIM108  # a condition of the compiler
+                tile = tl.load(weights + at)
+            else:
+                tile = tl.load(weights + at, mask=is_row[:, None], other=0.0)
+            columns = tl.load(inputs + at, mask=is_token[:, None], other=0.0)
+        else:
+            is_depth = (at + depth < last)[None, :]
+            tile = tl.load(weights + at, mask=is_row[:, None] & is_depth, other=0.0)
+            columns = tl.load(inputs + at, mask=is_token[:, None] & is_depth, other=0.0)
+        sums = tl.dot(tile, tl.trans(columns), sums, input_precision="ieee")
+        if IS_GATED:
+            if HAS_EVEN_DEPTH:
+                tile = tl.load(uppers + at, mask=is_row[:, None], other=0.0)
+            else:
+                tile = tl.load(uppers + at, mask=is_row[:, None] & (at + depth < last)[None, :], other=0.0)
+            ups = tl.dot(tile, tl.trans(columns), ups, input_precision="ieee")
+    if IS_GATED:
+        sums = sums / (1 + tl.exp(-sums)) * ups
+    places = (split * num_tokens + tokens).to(tl.int64)[None, :] * num_rows + rows[:, None]
+    tl.store(out + places, sums.to(out.dtype.element_ty), mask=is_row[:, None] & is_token[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _route(  # type: ignore[no-untyped-def]
+    logits, ids, shares, totals, used, num_tokens, num_used, part_stride,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, ACTIVE: tl.constexpr, PARTS: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    wait(IS_OVERLAPPED)
+    tokens, experts = tl.arange(0, TOKENS), tl.arange(0, PAD)
+    is_token = tokens < num_tokens
+    is_place = is_token[:, None] & (experts < EXPERTS)[None, :]
+    places = tokens[:, None] * EXPERTS + experts[None, :]
+    x = sum_parts(logits, places, part_stride, is_place, PARTS)
+    x = tl.where((experts < EXPERTS)[None, :], x, float("-inf"))
+    x = tl.exp(x - tl.max(x, axis=1)[:, None])
+    x = x / tl.sum(x, axis=1)[:, None]
+    is_used = tl.zeros([PAD], tl.int32)
+    total = tl.zeros([TOKENS], tl.float32)
+    for rank in tl.static_range(0, ACTIVE):
+        share, expert = tl.max(x, axis=1, return_indices=True)
+        tl.store(ids + tokens * ACTIVE + rank, expert, mask=is_token)
+        tl.store(shares + tokens * ACTIVE + rank, share, mask=is_token)
+        total += share
+        is_taken = experts[None, :] == expert[:, None]
+        is_used = is_used | tl.max((is_taken & is_token[:, None]).to(tl.int32), axis=0)
+        x = tl.where(is_taken, -1.0, x)
+    tl.store(totals + tokens, total if IS_NORMALIZED else total * 0 + 1, mask=is_token)
+    count = tl.sum(is_used, axis=0)
+    tl.store(used + tl.cumsum(is_used, axis=0) - 1, experts, mask=is_used == 1)
+    rest = tl.arange(0, PAD)
+    tl.store(used + rest, tl.full([PAD], -1, tl.int32), mask=(rest >= count) & (rest < num_used))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _experts(  # type: ignore[no-untyped-def]
+    x, weight, ids, shares, totals, used, out, num_tokens, num_rows, size,
+    TOKENS: tl.constexpr, ACTIVE: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, IS_GATED: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    wait(IS_OVERLAPPED)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.load(used + tl.program_id(1))
+    tokens, depth = tl.arange(0, TOKENS), tl.arange(0, DEPTH)
+    rank = tl.full([TOKENS], -1, tl.int32)
+    for one in tl.static_range(0, ACTIVE):
+        chosen = tl.load(ids + tokens * ACTIVE + one, mask=tokens < num_tokens, other=-2)
+        rank = tl.where(chosen == expert, one, rank)
+    is_mine = rank >= 0
+    pair = tokens * ACTIVE + tl.maximum(rank, 0)
+    last = tl.where(expert >= 0, size, 0)  # a program without an expert does nothing
+    is_row = rows < num_rows
+    height = num_rows * 2 if IS_GATED else num_rows
+    base = weight + (tl.maximum(expert, 0).to(tl.int64) * height + tl.where(is_row, rows, 0))[:, None] * size
+    read = tokens if IS_GATED else pair  # the first product reads the token, the second what the first made of it
+    inputs = x + read.to(tl.int64)[:, None] * size
+    sums = tl.zeros([ROWS, TOKENS], tl.float32)
+    ups = tl.zeros([ROWS, TOKENS], tl.float32)
+    for at in range(0, last, DEPTH):
+        is_depth = (at + depth < size)[None, :]
+        columns = tl.load(inputs + (at + depth)[None, :], mask=is_mine[:, None] & is_depth, other=0.0)
+        tile = tl.load(base + (at + depth)[None, :], mask=is_row[:, None] & is_depth, other=0.0)
+        sums = tl.dot(tile, tl.trans(columns), sums, input_precision="ieee")
+        if IS_GATED:
+            upper = base + num_rows.to(tl.int64) * size + (at + depth)[None, :]
+            tile = tl.load(upper, mask=is_row[:, None] & is_depth, other=0.0)
+            ups = tl.dot(tile, tl.trans(columns), ups, input_precision="ieee")
+    is_place = is_row[:, None] & is_mine[None, :]
+    if IS_GATED:
+        places = pair.to(tl.int64)[None, :] * num_rows + rows[:, None]
+        tl.store(out + places, (sums / (1 + tl.exp(-sums)) * ups).to(out.dtype.element_ty), mask=is_place)
+    else:
+        share = tl.load(shares + pair, mask=is_mine, other=0.0) / tl.load(totals + tokens, mask=is_mine, other=1.0)
+        places = (tl.maximum(rank, 0) * num_tokens + tokens).to(tl.int64)[None, :] * num_rows + rows[:, None]
+        tl.store(out + places, sums * share[None, :], mask=is_place)
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    rows: int
+    depth: int
+    num_splits: int
+    num_warps: int = 4
+    num_stages: int = 4
+    ahead: int = 0  # cache lines of each row that are called for before the input is there
+
+
+def plan_linear(num_tokens: int, num_rows: int, size: int, num_processors: int) -> LinearPlan:
+    """Tiles measured on an H200: about two programs for every processor; few rows are split over the inner size."""
+    programs = -(-num_rows // 64)
+    depth, stages = (128, 4) if size >= 1024 else (64, 6)
+    if num_tokens > 16:
+        splits = max(1, min(round(1.5 * num_processors / programs), size // (2 * depth), MAX_PARTS))
+        return LinearPlan(64, depth, splits, num_stages=3, ahead=4) if splits > 1 else LinearPlan(64, 64, 1, ahead=4)
+    wanted = 1 if programs > 0.7 * num_processors else round(2 * num_processors / programs)
+    return LinearPlan(64, depth, max(1, min(wanted, size // (2 * depth), MAX_PARTS)), num_stages=stages, ahead=4)
+
+
+def linear(
+    x: Tensor, weight: Tensor, num_processors: int, plan: LinearPlan | None = None, *, out: Tensor | None = None
+) -> Parts:
+    """x [N, size] times weight [rows, size]; with `out` the sum is there and not in parts."""
+    num_tokens, size = x.shape
+    num_rows = len(weight)
+    if num_tokens > MAX_SKINNY or x.dtype == torch.float32:
+        return Parts(F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out))
+    plan = plan or plan_linear(num_tokens, num_rows, size, num_processors)
+    splits = plan.num_splits if out is None else 1
+    chunk = triton.cdiv(triton.cdiv(size, splits), plan.depth) * plan.depth
+    splits = triton.cdiv(size, chunk)
+    if out is None:
+        shape = (splits, num_tokens, num_rows) if splits > 1 else (num_tokens, num_rows)
+        out = torch.empty(shape, dtype=torch.float32 if splits > 1 else x.dtype, device=x.device)
+    _multiply(x, weight, out, num_rows, plan, chunk, is_gated=False)
+    return Parts(out, splits)
+
+
+GATED = LinearPlan(64, 64, 1, ahead=4)  # a program takes as many rows of the gate and of the up projection
+
+
+def gated_linear(x: Tensor, weight: Tensor, num_processors: int, plan: LinearPlan | None = None) -> Tensor:
+    """silu(gate) * up of x [N, size] and the stacked rows [2 * rows, size] of the two projections."""
+    num_tokens, size = x.shape
+    if num_tokens > MAX_SKINNY or x.dtype == torch.float32:
+        return gate(Parts(F.linear(x, weight)), x.dtype)
+    num_rows = len(weight) // 2
+    out = torch.empty(num_tokens, num_rows, dtype=x.dtype, device=x.device)
+    _multiply(x, weight, out, num_rows, plan or GATED, size, is_gated=True)
+    return out
+
+
+def _multiply(
+    x: Tensor, weight: Tensor, out: Tensor, num_rows: int, plan: LinearPlan, chunk: int, *, is_gated: bool
+) -> None:  # fmt: skip
+    num_tokens, size = x.shape
+    tokens = max(MIN_TILE, triton.next_power_of_2(num_tokens))
+    overlap = can_overlap(x.device)
+    grid = (triton.cdiv(num_rows, plan.rows), triton.cdiv(num_tokens, tokens), triton.cdiv(size, chunk))
+    kernel: Any = _linear[grid]
+    kernel(
+        x, weight, out, num_tokens, num_rows, size, chunk, TOKENS=tokens, ROWS=plan.rows, DEPTH=plan.depth,
+        AHEAD=plan.ahead, HAS_EVEN_ROWS=num_rows % plan.rows == 0, HAS_EVEN_DEPTH=size % plan.depth == 0,
+        IS_GATED=is_gated, IS_OVERLAPPED=overlap, num_warps=plan.num_warps, num_stages=plan.num_stages,
+        **launch(overlap),
+    )  # fmt: skip
+
+
+def routed_mlp(x: Tensor, logits: Parts, gate_up: Tensor, down: Tensor, num_active: int, is_normalized: bool) -> Parts:
+    """Each token through its best experts: gate_up [experts, 2 * F, H], down [experts, H, F].
+
+    Only experts that were chosen are read. A program takes rows of one of them for all tokens at once, so no weight is
+    read twice. What the experts of a token yield are parts of the sum.
+    """
+    num_tokens, size = x.shape
+    num_experts, num_rows, inner = down.shape
+    num_used = min(num_experts, num_tokens * num_active)
+    ids = torch.empty(num_tokens, num_active, dtype=torch.int32, device=x.device)
+    shares = torch.empty(num_tokens, num_active, dtype=torch.float32, device=x.device)
+    totals = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
+    used = torch.empty(num_used, dtype=torch.int32, device=x.device)
+    tokens = max(MIN_TILE, triton.next_power_of_2(num_tokens))
+    overlap = can_overlap(x.device)
+    options: dict[str, Any] = {"IS_OVERLAPPED": overlap, **launch(overlap)}
+    route: Any = _route[(1,)]
+    route(
+        logits.values, ids, shares, totals, used, num_tokens, num_used, logits.stride, TOKENS=tokens,
+        EXPERTS=num_experts, PAD=triton.next_power_of_2(num_experts), ACTIVE=num_active, PARTS=logits.num_parts,
+        IS_NORMALIZED=is_normalized, num_warps=4 if tokens <= 16 else 8, **options,
+    )  # fmt: skip
+    middle = torch.empty(num_tokens * num_active, inner, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_active, num_tokens, num_rows, dtype=torch.float32, device=x.device)
+    options |= {"TOKENS": tokens, "ACTIVE": num_active, "DEPTH": 64 if x.dtype == torch.float32 else 128}
+    first: Any = _experts[(triton.cdiv(inner, 32), num_used)]
+    first(
+        x, gate_up, ids, shares, totals, used, middle, num_tokens, inner, size, ROWS=32, IS_GATED=True, num_warps=4,
+        num_stages=3, **options,
+    )  # fmt: skip
+    second: Any = _experts[(triton.cdiv(num_rows, 64), num_used)]
+    second(
+        middle, down, ids, shares, totals, used, out, num_tokens, num_rows, inner, ROWS=64, IS_GATED=False, num_warps=4,
+        num_stages=3, **options,
+    )  # fmt: skip
+    return Parts(out, num_active) if num_active > 1 else Parts(out[0])

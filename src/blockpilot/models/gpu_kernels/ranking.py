@@ -1,0 +1,168 @@
+"""From logits to tokens: the best ones, DFlash 2's selector, the noise of sampling."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, launch, wait
+
+CHUNK = 4096  # tokens of a row of logits that one program ranks
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rank_chunks(  # type: ignore[no-untyped-def]
+    logits, scores, ids, mass, size, row_stride, BEST: tl.constexpr, CHUNK: tl.constexpr, IS_OVERLAPPED: tl.constexpr
+):  # fmt: skip
+    wait(IS_OVERLAPPED)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * row_stride + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
+    place = row * tl.num_programs(1) + chunk
+    highest = tl.max(x, axis=0)
+    tl.store(mass + place, highest + tl.log(tl.sum(tl.exp(x - highest), axis=0)))
+    for rank in tl.static_range(0, BEST):
+        value, index = tl.max(x, axis=0, return_indices=True)
+        tl.store(scores + place * BEST + rank, value)
+        tl.store(ids + place * BEST + rank, chunk * CHUNK + index)
+        x = tl.where(columns == chunk * CHUNK + index, float("-inf"), x)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge_chunks(  # type: ignore[no-untyped-def]
+    scores, ids, mass, names, best, best_ids, log_probs, num_chunks,
+    BEST: tl.constexpr, PAD: tl.constexpr, PAD_CHUNKS: tl.constexpr, HAS_NAMES: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    wait(IS_OVERLAPPED)
+    row = tl.program_id(0).to(tl.int64)
+    places, chunks = tl.arange(0, PAD), tl.arange(0, PAD_CHUNKS)
+    num_found = num_chunks * BEST
+    x = tl.load(scores + row * num_found + places, mask=places < num_found, other=float("-inf"))
+    masses = tl.load(mass + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf"))
+    highest = tl.max(masses, axis=0)
+    total = highest + tl.log(tl.sum(tl.exp(masses - highest), axis=0))
+    for rank in tl.static_range(0, BEST):
+        value, index = tl.max(x, axis=0, return_indices=True)
+        token = tl.load(ids + row * num_found + index).to(tl.int64)
+        if HAS_NAMES:
+            token = tl.load(names + token).to(tl.int64)
+        tl.store(best + row * BEST + rank, value)
+        tl.store(best_ids + row * BEST + rank, token)
+        tl.store(log_probs + row * BEST + rank, value - total)
+        x = tl.where(places == index, float("-inf"), x)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _score_pairs(  # type: ignore[no-untyped-def]
+    scores, ids, anchor_ids, projected, before, behind, first, later,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, RANK: tl.constexpr, DEPTH: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    wait(IS_OVERLAPPED)
+    block, position = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = block * tl.num_programs(1) + position
+    children, dims = tl.arange(0, PAD), tl.arange(0, DEPTH)
+    is_child = children < WIDTH
+    is_dim = dims < RANK
+    child_ids = tl.load(ids + place * WIDTH + children, mask=is_child, other=0)
+    if position > 0:
+        parent_ids = tl.load(ids + (place - 1) * WIDTH + children, mask=is_child, other=0)
+    else:
+        parent_ids = tl.load(anchor_ids + block).to(tl.int64) + tl.zeros([PAD], tl.int64)
+    state = tl.load(projected + place * RANK + dims, mask=is_dim, other=0.0)
+    is_used = is_child[:, None] & is_dim[None, :]
+    parents = tl.load(before + parent_ids[:, None] * RANK + dims[None, :], mask=is_used, other=0.0)
+    wanted = tl.load(behind + child_ids[:, None] * RANK + dims[None, :], mask=is_used, other=0.0)
+    pairs = tl.dot((parents * state[None, :]).to(wanted.dtype), tl.trans(wanted), input_precision="ieee")
+    own = tl.load(scores + place * WIDTH + children, mask=is_child, other=0.0)
+    pairs = tl.where(is_child[None, :], pairs.to(wanted.dtype).to(tl.float32) + own[None, :], float("-inf"))
+    pairs -= tl.max(pairs, axis=1)[:, None]
+    pairs -= tl.log(tl.sum(tl.exp(pairs), axis=1))[:, None]
+    if position > 0:
+        row = (block * (tl.num_programs(1) - 1) + position - 1) * WIDTH + children
+        is_pair = is_child[:, None] & is_child[None, :]
+        tl.store(later + row[:, None] * WIDTH + children[None, :], pairs, mask=is_pair)
+    else:
+        is_pair = (children == 0)[:, None] & is_child[None, :]
+        tl.store(first + block * WIDTH + (children * 0)[:, None] + children[None, :], pairs, mask=is_pair)
+
+
+@triton.jit
+def _mix(bits):  # type: ignore[no-untyped-def]
+    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * 0x7FEB352D
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * -2073254261  # 0x846CA68B
+    return bits ^ ((bits >> 16) & 0xFFFF)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gumbel(keys, out, size, num_rows, BLOCK: tl.constexpr, IS_OVERLAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    wait(IS_OVERLAPPED)
+    row = tl.program_id(0)
+    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    bits = _mix(tokens * -1640531535 + tl.load(keys + row))  # 0x9E3779B1
+    bits = _mix(bits + tl.load(keys + num_rows + row))
+    uniform = tl.minimum(((bits & 0x7FFFFFFF).to(tl.float32) + 0.5) * 4.656612873077393e-10, 0.99999994)
+    noise = -tl.log(-libdevice.log1p(-uniform))
+    tl.store(out + row.to(tl.int64) * size + tokens, noise, mask=tokens < size)
+
+
+def rank_tokens(logits: Tensor, num_best: int, names: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, ids and log-probabilities [N, K] of the best tokens of logits [N, V], best first; float32.
+
+    `names` [V] are the ids of the columns, where they are not their places.
+    """
+    num_rows, size = logits.shape
+    chunks = triton.cdiv(size, CHUNK)
+    scores = torch.empty(num_rows, chunks, num_best, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_rows, chunks, num_best, dtype=torch.int32, device=logits.device)
+    mass = torch.empty(num_rows, chunks, dtype=torch.float32, device=logits.device)
+    overlap = can_overlap(logits.device)
+    kernel: Any = _rank_chunks[(num_rows, chunks)]
+    kernel(
+        logits, scores, ids, mass, size, logits.stride(0), BEST=num_best, CHUNK=CHUNK, IS_OVERLAPPED=overlap,
+        num_warps=8, **launch(overlap),
+    )  # fmt: skip
+    best, log_probs = (torch.empty(num_rows, num_best, dtype=torch.float32, device=logits.device) for _ in range(2))
+    best_ids = torch.empty(num_rows, num_best, dtype=torch.int64, device=logits.device)
+    merge: Any = _merge_chunks[(num_rows,)]
+    merge(
+        scores, ids, mass, ids if names is None else names, best, best_ids, log_probs, chunks, BEST=num_best,
+        PAD=triton.next_power_of_2(chunks * num_best), PAD_CHUNKS=triton.next_power_of_2(chunks),
+        HAS_NAMES=names is not None, IS_OVERLAPPED=overlap, num_warps=4, **launch(overlap),
+    )  # fmt: skip
+    return best, best_ids, log_probs
+
+
+def score_pairs(
+    scores: Tensor, ids: Tensor, anchor_ids: Tensor, projected: Tensor, before: Tensor, behind: Tensor
+) -> tuple[Tensor, Tensor]:
+    """DFlash 2's selector: log p(child | parent) after the anchor [N, K], and between positions [N, D-1, K, K].
+
+    `scores`, `ids` [N, D, K] are the candidates, `projected` [N, D, rank] the hidden states, `before` and `behind`
+    [V, rank] the codebooks of parents and children.
+    """
+    num_blocks, depth, width = ids.shape
+    rank = before.shape[1]
+    first = torch.empty(num_blocks, width, dtype=torch.float32, device=ids.device)
+    later = torch.empty(num_blocks, depth - 1, width, width, dtype=torch.float32, device=ids.device)
+    overlap = can_overlap(ids.device)
+    kernel: Any = _score_pairs[(num_blocks, depth)]
+    kernel(
+        scores, ids, anchor_ids, projected, before, behind, first, later, WIDTH=width,
+        PAD=max(MIN_TILE, triton.next_power_of_2(width)), RANK=rank, DEPTH=max(MIN_TILE, triton.next_power_of_2(rank)),
+        IS_OVERLAPPED=overlap, num_warps=4, **launch(overlap),
+    )  # fmt: skip
+    return first, later
+
+
+def gumbel(keys: Tensor, size: int) -> Tensor:
+    """The noise [N, size] that `decoding/sampling.py` defines, of keys [2, N] (int32)."""
+    num_rows = keys.shape[1]
+    out = torch.empty(num_rows, size, dtype=torch.float32, device=keys.device)
+    overlap = can_overlap(keys.device)
+    kernel: Any = _gumbel[(num_rows, triton.cdiv(size, 1024))]
+    kernel(keys, out, size, num_rows, BLOCK=1024, IS_OVERLAPPED=overlap, num_warps=4, **launch(overlap))
+    return out

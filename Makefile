@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "Install one and name it: make setup PYTHON=python3.12" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { \
 	  echo "Could not create $(VENV); on Debian and Ubuntu install the package python3-venv first." >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -e '.[cpu,dev]' $(PIP_FLAGS)
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -e '.[compiled,dev]' $(PIP_FLAGS)
 	@touch $@
 
 demo: $(STAMP)

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from blockpilot.core.candidates import Candidates
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.verification import accept
 from blockpilot.pilots.base import Pilot, PilotInputs
@@ -100,7 +101,7 @@ def walk(trace: Trace, pilot: Pilot, *, is_warm: bool = True) -> Iterator[StepTi
         started = pause(is_warm)
         size = pilot.choose(inputs)
         chosen = time.perf_counter()
-        candidates = trace.candidates(size, anchor, pilot.num_candidates) if size > 1 else None
+        candidates = show_draft(trace, size, anchor, pilot.num_candidates) if size > 1 else None
         drafted = pause(is_warm)
         nodes = [] if candidates is None else pilot.select(inputs, candidates)
         selected = time.perf_counter()
@@ -115,6 +116,12 @@ def walk(trace: Trace, pilot: Pilot, *, is_warm: bool = True) -> Iterator[StepTi
         yield StepTime(*(seconds * 1e6 for seconds in times), num_nodes=len(nodes))
         emitted = len(accepted.emitted_ids)
         anchor, num_steps = anchor + emitted, num_steps + 1
+
+
+def show_draft(trace: Trace, size: int, anchor: int, num_candidates: int) -> Candidates:
+    """With arrays that lie in memory as a drafter's do."""
+    candidates = trace.candidates(size, anchor, num_candidates)
+    return replace(candidates, token_ids=candidates.token_ids.copy())
 
 
 def pause(is_warm: bool) -> float:

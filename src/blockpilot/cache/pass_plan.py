@@ -5,6 +5,7 @@ belong to a spare slot, or stand behind a request's own rows; nobody reads what 
 """
 
 from collections.abc import Sequence
+from struct import pack_into
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (2048, 1 << 30)  # how long slots are, roughly: long ones are read by more programs
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 129)
 WORD = 32
+MASK_CODES = {1: "I", 2: "Q"}  # a mask of so many words is one number of this kind
 
 
 def round_up(value: int, steps: Sequence[int]) -> int:
@@ -37,6 +39,7 @@ class Staging:
         self._host = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(total, dtype=torch.int32, device=device)
         parts = [buffer.split(list(sizes.values())) for buffer in (self._host, self._device)]
+        self._numbers = self._host.numpy()
         self.host: dict[str, NDArray[Any]] = {name: part.numpy() for name, part in zip(sizes, parts[0], strict=True)}
         self.device = dict(zip(sizes, parts[1], strict=True))
 
@@ -45,7 +48,14 @@ class Staging:
         self._device.copy_(self._host, non_blocking=True)
 
     def clear(self) -> None:
-        self._host.zero_()
+        self._numbers[:] = 0
+
+    def copy(self) -> NDArray[Any]:
+        """What is on the host now, for `restore`."""
+        return self._numbers.copy()
+
+    def restore(self, numbers: NDArray[Any]) -> None:
+        self._numbers[:] = numbers
 
 
 class PassPlan:
@@ -75,22 +85,23 @@ class PassPlan:
         self._ids, self._positions = (host[name].reshape(num_requests, count) for name in ("token_ids", "positions"))
         self._slots, self._starts = host["slots"], host["starts"]
         self._masks = host["masks"].view(np.uint32).reshape(num_requests, count, words)
-        self.clear()
+        self._slots[:] = spare_slot
+        self._masks[:, :, 0] = 1
+        self._blank = self.staging.copy()
         self.staging.send()
 
     def clear(self) -> None:
         """Every request rounds up: nothing of anybody's is touched."""
-        self.staging.clear()
-        self._slots[:] = self.spare_slot
-        self._masks[:, :, 0] = 1
+        self.staging.restore(self._blank)
 
     def write_trees(self, trees: Sequence[tuple[int, DraftTree]], lengths: Sequence[int]) -> None:
         """A tree (slot, tree) behind each slot's committed rows."""
         self.clear()
         for row, (slot, tree) in enumerate(trees):
-            self._write(row, slot, lengths[slot], lengths[slot])
-            self._ids[row, : len(tree)] = tree.token_ids
-            self._positions[row, : len(tree)] += np.asarray(tree.depths, dtype=np.int32)
+            self._slots[row] = slot
+            self._starts[row] = self._positions[row] = lengths[slot]
+            pack_into(f"<{len(tree)}i", self._ids[row], 0, *tree.token_ids)
+            self._positions[row, : len(tree)] += np.frombuffer(bytes(tree.depths), dtype=np.uint8)
             self._mark(row, _ancestors(tree))
 
     def write_blocks(self, blocks: Sequence[tuple[int, int, int, int]], lengths: Sequence[int], mask_id: int) -> None:
@@ -98,24 +109,24 @@ class PassPlan:
         self.clear()
         self._ids[:] = mask_id
         for row, (slot, anchor_id, position, size) in enumerate(blocks):
-            self._write(row, slot, lengths[slot], position)
+            self._slots[row], self._starts[row], self._positions[row] = slot, lengths[slot], position
             self._ids[row, 0] = anchor_id
             self._positions[row, :size] += np.arange(size, dtype=np.int32)
             self._mark(row, [(1 << size) - 1] * size)
 
-    def _write(self, row: int, slot: int, start: int, position: int) -> None:
-        self._slots[row], self._starts[row] = slot, start
-        self._positions[row] = position
-
     def _mark(self, row: int, seen: Sequence[int]) -> None:
         """Bit i of a token's mask: it sees the request's new row i. Tokens that round up see the first."""
-        num_bytes = self._masks.shape[2] * WORD // 8
-        packed = b"".join([bits.to_bytes(num_bytes, "little") for bits in seen])
+        num_words = self._masks.shape[2]
+        if num_words in MASK_CODES:
+            pack_into(f"<{len(seen)}{MASK_CODES[num_words]}", self._masks[row], 0, *seen)
+            return
+        packed = b"".join([bits.to_bytes(num_words * WORD // 8, "little") for bits in seen])
         self._masks[row, : len(seen)] = np.frombuffer(packed, dtype="<u4").reshape(len(seen), -1)
 
 
 def _ancestors(tree: DraftTree) -> list[int]:
-    seen: list[int] = []
-    for index, parent in enumerate(tree.parents):
-        seen.append((seen[parent] if parent >= 0 else 0) | 1 << index)
+    """For every node the bits of itself and its ancestors."""
+    seen = [1]
+    for index, parent in enumerate(tree.parents[1:], start=1):
+        seen.append(seen[parent] | 1 << index)
     return seen

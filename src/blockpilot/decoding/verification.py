@@ -19,9 +19,10 @@ class Acceptance:
 
 def accept(tree: DraftTree, target_ids: Sequence[int]) -> Acceptance:
     """Children stand behind their parents, so one look at every node finds the whole path."""
+    token_ids = tree.token_ids
     node, path, emitted = 0, [0], [target_ids[0]]
-    for index, (parent, token_id) in enumerate(zip(tree.parents, tree.token_ids, strict=True)):
-        if parent == node and token_id == emitted[-1]:  # the first of two equal siblings: the next has another parent
+    for index, parent in enumerate(tree.parents):
+        if parent == node and token_ids[index] == emitted[-1]:  # the first of two equal siblings: then `node` changes
             node = index
             path.append(index)
             emitted.append(target_ids[index])

@@ -21,6 +21,7 @@ from blockpilot.core.candidates import Candidates, FloatArray
 FEATURES = ("one", "conditional", "marginal", "gap", "child_rank", "parent_rank")
 MIN_LOG_PROB = -30.0
 MAX_PROBABILITY = 1 - 1e-4  # of one score; a logit must stay finite
+MAX_NEGATED = 60.0  # its exponential must stay finite, too
 IDENTITY = (0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -114,7 +115,7 @@ def sigmoid(logits: FloatArray) -> FloatArray:
 
 def sigmoid_of_negated(values: FloatArray) -> FloatArray:
     """sigmoid(-values), written into them. Weights that are negated once save a pass over every array of logits."""
-    np.minimum(values, 60, out=values)
+    np.minimum(values, MAX_NEGATED, out=values)
     np.exp(values, out=values)
     values += 1
     return np.reciprocal(values, out=values)

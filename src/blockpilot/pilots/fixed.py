@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from blockpilot.core.candidates import Candidates
+from blockpilot.pilots import switch
 from blockpilot.pilots.base import Nodes, Pilot, PilotInputs
 from blockpilot.pilots.growth import grow_chain, grow_tree
 
@@ -48,6 +49,9 @@ class TreePilot(Pilot):
     num_nodes: int
     draft_size: int | None = None
     num_candidates: int = TREE_WIDTH
+
+    def __post_init__(self) -> None:
+        switch.load_compiled()
 
     @property
     def name(self) -> str:

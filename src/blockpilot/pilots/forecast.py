@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from blockpilot.core.candidates import FloatArray
 from blockpilot.core.errors import InputError
+from blockpilot.pilots import switch
 
+Values = NDArray[np.float64]
 FEATURES = ("one", "average", "last", "expected", "has_drafted")
 HEAD = 3  # positions of a draft that speak for its confidence, whatever the draft size
 DECAY = 0.75  # what a step leaves of the old average
@@ -27,6 +29,9 @@ TRUST_DECAY = 0.95
 MAX_TRUST = 1.5
 LEVEL_SHARES = np.array([0.5, 1.0, 1.5])  # without a fit: what poor, common and good drafts add, over the mean
 NUM_LEVELS = len(LEVEL_SHARES)
+MIN_MEAN = 1.01
+SIZE_MARGIN = 1.03  # what a smaller draft must promise over a larger one: forecasts are noisy, larger drafts show more
+TREE_EXPONENT, TREE_REACH = 0.8, 0.5  # a tree's nodes fall off more slowly than a chain's, and reach further
 
 
 @dataclass
@@ -80,42 +85,77 @@ class Forecast:
         if self.weights is not None and self.weights.shape != wanted:
             raise InputError(f"the forecast's weights have the shape {self.weights.shape}, and {wanted} is needed")
 
-    def expected(self, recent: Recent) -> NDArray[np.float64]:
+    def best_size(self, recent: Recent, step_ms: Values, count: int, num_remaining: int) -> tuple[int, float]:
+        """Which of the first `count` draft sizes to choose, and its expected tokens per millisecond.
+
+        `step_ms` [sizes, nodes + 1] are what steps cost. None emits more than `num_remaining` tokens.
+        """
+        compiled = switch.load_compiled()
+        if compiled is not None:
+            remembered = recent.average, recent.last, recent.expected, recent.has_drafted
+            found: tuple[int, float] = compiled.best_size(
+                *self._arrays, self.is_chain, *remembered, step_ms, count, num_remaining
+            )
+            return found
+        rates = self.rates(recent, step_ms[:count], num_remaining)
+        best = count - 1
+        for smaller in range(best - 1, -1, -1):
+            best = smaller if rates[smaller] > SIZE_MARGIN * rates[best] else best
+        return best, rates[best]
+
+    def rates(self, recent: Recent, step_ms: Values, num_remaining: int) -> list[float]:
+        """Expected tokens per millisecond of the smallest draft sizes, over poor, common and good drafts."""
+        expected = np.minimum(self.expected(recent)[: len(step_ms)], num_remaining)  # [sizes, levels, nodes + 1]
+        for size in range(len(step_ms) - 1, 0, -1):  # a larger draft shows what a smaller one does
+            np.minimum(expected[size - 1], expected[size], out=expected[size - 1])
+        best = (expected / step_ms[:, None]).argmax(axis=-1)  # [sizes, levels], nodes that will be checked
+        tokens = np.take_along_axis(expected, best[..., None], axis=-1)[..., 0].sum(axis=-1)
+        rates: list[float] = (tokens / np.take_along_axis(step_ms, best, axis=-1).sum(axis=-1)).tolist()
+        return rates
+
+    def expected(self, recent: Recent) -> Values:
         """Tokens a step emits [sizes, levels, nodes + 1] if so many nodes are checked, 0 first."""
         if self.weights is not None:
             surplus = np.tanh(self._half_weights.dot(recent.features())).reshape(self._shape)
             surplus *= 0.5  # what a node's probability is above 1/2
             return np.add.accumulate(surplus, axis=-1) + self._ramp
         mean = (recent.average + recent.expected) / 2 if recent.has_drafted else recent.average
-        means = np.maximum(1 + LEVEL_SHARES * (mean - 1), 1.01)
+        means = np.maximum(1 + LEVEL_SHARES * (mean - 1), MIN_MEAN)
         return self._geometric(1 - 1 / means)
 
-    def _geometric(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _geometric(self, shares: Values) -> Values:
         """Every position is right with probability `share`; a tree's nodes fall off more slowly and reach further."""
         curves = np.ones(self._shape)
         curves[..., 1:] += np.add.accumulate(shares[:, None] ** self._exponents, axis=-1)
-        reach = shares if self.is_chain else shares**0.5  # [levels]
+        reach = shares if self.is_chain else shares**TREE_REACH  # [levels]
         limits = (1 - reach ** np.array(self.draft_sizes)[:, None]) / (1 - reach)  # [sizes, levels]
         return np.minimum(curves, limits[..., None], out=curves)
+
+    @cached_property
+    def _arrays(self) -> tuple[FloatArray, Values]:
+        """Weights and draft sizes in the form of `compiled.py`."""
+        weights = np.zeros((0, 0, 0, 0)) if self.weights is None else self.weights
+        swapped = np.array(weights.swapaxes(2, 3), dtype=np.float32, order="C")  # [sizes, levels, features, nodes]
+        return swapped, np.array(self.draft_sizes, dtype=np.float64)
 
     @property
     def _shape(self) -> tuple[int, int, int]:
         return len(self.draft_sizes), NUM_LEVELS, self.num_nodes + 1
 
     @cached_property
-    def _half_weights(self) -> NDArray[np.float64]:
+    def _half_weights(self) -> Values:
         """[sizes * levels * (nodes + 1), features], with zeros for no node. sigmoid(x) = 1/2 + tanh(x / 2) / 2."""
         assert self.weights is not None
         padded = np.pad(self.weights.astype(np.float64), ((0, 0), (0, 0), (1, 0), (0, 0)))
         return padded.reshape(-1, len(FEATURES)) / 2
 
     @cached_property
-    def _ramp(self) -> NDArray[np.float64]:
+    def _ramp(self) -> Values:
         """What n nodes bring if each is right with probability 1/2; the target's own token comes on top."""
         return 1 + np.arange(self.num_nodes + 1) / 2
 
     @cached_property
-    def _exponents(self) -> NDArray[np.float64]:
+    def _exponents(self) -> Values:
         ranks = np.arange(1.0, self.num_nodes + 1)
-        exponents: NDArray[np.float64] = ranks if self.is_chain else ranks**0.8
+        exponents: Values = ranks if self.is_chain else ranks**TREE_EXPONENT
         return exponents

@@ -2,34 +2,35 @@
 
 Every way to order nodes is a stream of (probability that the node's whole path is right, parent, token id), likeliest
 first, parents before children. `grow_chain` and `grow_tree` take a number of nodes from a stream; `grow_by_cost` takes
-as many as bring the most tokens per millisecond.
+as many as bring the most tokens per millisecond. Out of candidates, `compiled.py` grows the same without a stream.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heappop, heappush, heapreplace
-from itertools import islice
+from itertools import islice, tee
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.core.candidates import Candidates, FloatArray, IntArray, ProposedTree
+from blockpilot.pilots import switch
 from blockpilot.pilots.base import Nodes
+from blockpilot.pilots.calibration import Calibration
+from blockpilot.pilots.forecast import HEAD
 
 Stream = Iterator[tuple[float, int, int]]
+Values = NDArray[np.float64]
+FLOAT, INT = np.dtype(np.float32), np.dtype(np.int64)
+NO_FIRST, NO_PAIRS = np.zeros(0, np.float32), np.zeros((0, 0, 0), np.float32)
+NO_WEIGHTS = np.zeros((0, 0), np.float32)
 
 
-@dataclass(frozen=True)
-class Growth:
+class Growth(NamedTuple):
     nodes: Nodes
     promised: float  # tokens that they bring if their probabilities are right; the target's own comes on top
-
-    @property
-    def depth(self) -> int:
-        depths = [0]
-        for parent, _ in self.nodes:
-            depths.append(depths[parent] + 1)
-        return max(depths)
+    depth: int
 
 
 def grow_chain(candidates: Candidates, max_nodes: int) -> Nodes:
@@ -46,6 +47,15 @@ def grow_chain(candidates: Candidates, max_nodes: int) -> Nodes:
 
 def grow_tree(candidates: Candidates, num_nodes: int) -> Nodes:
     """The `num_nodes` likeliest nodes, best first."""
+    compiled = switch.load_compiled()
+    if compiled is not None and candidates.tree is None:
+        ids, log_probs, first, pairwise = _plain_arrays(candidates)
+        shares = (
+            (np.exp(log_probs), first, pairwise) if not len(first) else (log_probs, np.exp(first), np.exp(pairwise))
+        )
+        shape = candidates.width, candidates.num_positions
+        nodes, *_ = compiled.grow(ids, *shares, NO_WEIGHTS, *_falling_costs(num_nodes), 1.0, *shape, False)
+        return list(zip(*nodes.tolist(), strict=True))
     return [(parent, token_id) for _, parent, token_id in islice(_tree_stream(candidates), num_nodes)]
 
 
@@ -60,7 +70,7 @@ def grow_by_cost(
     `rises`, which are `smallest_rises(step_ms)` where the caller knows them already.
     """
     if rises is None:
-        rises = smallest_rises(np.array(step_ms))
+        rises = smallest_rises(np.array(step_ms)).tolist()
     nodes: Nodes = []
     promised = best_promised = 0.0
     best_rate, best_count = 1.0 / step_ms[0], 0
@@ -72,13 +82,44 @@ def grow_by_cost(
         rate = (1 + trust * promised) / step_ms[count]
         if rate > best_rate:
             best_rate, best_count, best_promised = rate, count, promised
-    return Growth(nodes[:best_count], best_promised)
+    return Growth(nodes[:best_count], best_promised, _depth(nodes[:best_count]))
 
 
-def smallest_rises(step_ms: NDArray[np.float64]) -> list[float]:
+def grow_calibrated(
+    candidates: Candidates,
+    calibration: Calibration,
+    costs: tuple[Values, Values],
+    *,
+    trust: float,
+    depth: int,
+    width: int,
+    is_chain: bool,
+) -> tuple[Growth, Sequence[float]]:
+    """`grow_by_cost` of a draft down to `depth`, and how likely its best chain is right up to each of `HEAD` positions.
+
+    `costs` are the milliseconds of a step and their smallest rises.
+    """
+    compiled = switch.load_compiled()
+    if compiled is None or candidates.tree is not None:
+        head, stream = _streams(candidates, calibration, depth, width, is_chain=is_chain)
+        paths = [path for path, _, _ in islice(head, HEAD)]
+        return grow_by_cost(stream, costs[0].tolist(), trust, costs[1].tolist()), paths
+    arrays, weights = _plain_arrays(candidates), plain_array(calibration.weights, FLOAT)
+    shape = min(candidates.width, width), depth
+    nodes, promised, deepest, paths = compiled.grow(*arrays, weights, *costs, trust, *shape, is_chain)
+    return Growth(list(zip(*nodes.tolist(), strict=True)), promised, deepest), paths[:depth]
+
+
+def smallest_rises(step_ms: Values) -> Values:
     """For n = 0, 1, ..: the least that any single node from n on adds to a step's milliseconds."""
-    rises: list[float] = np.minimum.accumulate((step_ms[1:] - step_ms[:-1])[::-1])[::-1].tolist()
-    return rises
+    return np.minimum.accumulate((step_ms[1:] - step_ms[:-1])[::-1])[::-1].copy()
+
+
+@lru_cache
+def _falling_costs(num_nodes: int) -> tuple[Values, Values]:
+    """Costs at which every further node pays, and their smallest rises."""
+    step_ms = 1 / np.arange(1.0, num_nodes + 2)
+    return step_ms, smallest_rises(step_ms)
 
 
 def best_first(first: FloatArray, later: FloatArray, token_ids: IntArray) -> Stream:
@@ -157,6 +198,38 @@ def proposed_chain(tree: ProposedTree) -> Stream:
         path *= shares.item(at - 1)
         yield path, place, tree.token_ids.item(at - 1)
         place += 1
+
+
+def plain_array(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The array itself, or a copy in the one form that `compiled.py` is compiled for."""
+    return array if array.dtype is dtype and array.flags.carray else np.array(array, dtype=dtype, order="C")
+
+
+def _plain_arrays(candidates: Candidates) -> tuple[NDArray[Any], ...]:
+    token_ids, log_probs = plain_array(candidates.token_ids, INT), plain_array(candidates.log_probs, FLOAT)
+    if candidates.pairwise is None or candidates.first is None:
+        return token_ids, log_probs, NO_FIRST, NO_PAIRS
+    first, pairwise = plain_array(candidates.first, FLOAT), plain_array(candidates.pairwise, FLOAT)
+    return token_ids, log_probs, first, pairwise
+
+
+def _depth(nodes: Nodes) -> int:
+    depths = [0]
+    for parent, _ in nodes:
+        depths.append(depths[parent] + 1)
+    return max(depths)
+
+
+def _streams(
+    candidates: Candidates, calibration: Calibration, depth: int, width: int, *, is_chain: bool
+) -> tuple[Stream, Stream]:
+    """The draft's likeliest chain, and the nodes to choose from."""
+    if candidates.tree is not None:  # grown by the drafter: pruned as it is scored
+        head, chain = tee(proposed_chain(candidates.tree))
+        return head, chain if is_chain else proposed_nodes(candidates.tree)
+    given = (*calibration.probabilities(candidates, width), candidates.token_ids[:depth])
+    head, chain = tee(likeliest_chain(*given))
+    return head, chain if is_chain else best_first(*given)
 
 
 def _tree_stream(candidates: Candidates) -> Stream:

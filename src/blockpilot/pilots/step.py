@@ -10,30 +10,21 @@ import copy
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice, tee
 
 import numpy as np
 
 from blockpilot.core.candidates import Candidates
 from blockpilot.core.errors import InputError
+from blockpilot.pilots import switch
 from blockpilot.pilots.base import Nodes, Pilot, PilotInputs, PrefillState
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts
-from blockpilot.pilots.forecast import HEAD, Forecast, Recent
-from blockpilot.pilots.growth import (
-    Growth,
-    Stream,
-    best_first,
-    grow_by_cost,
-    likeliest_chain,
-    proposed_chain,
-    proposed_nodes,
-)
-from blockpilot.pilots.step_table import StepTable, StepTables
+from blockpilot.pilots.forecast import Forecast, Recent
+from blockpilot.pilots.growth import Growth, grow_calibrated
+from blockpilot.pilots.step_table import StepTables
 
 DRAFT_SIZES = (4, 8, 16)
 WIDTH = 16  # candidates per position a tree may branch into
-SIZE_MARGIN = 1.03  # what a smaller draft must promise over a larger one: forecasts are noisy, larger drafts show more
 LEAVE, RETURN = 0.97, 1.03  # speed of drafting over plain decoding below which it ends, above which it begins again
 FIRST_WAIT, LAST_WAIT = 8, 64  # plain steps between probes; doubled after each that fails
 
@@ -82,6 +73,7 @@ class StepPilot(Pilot):
             raise InputError(f"the forecast is for (draft sizes, chain) {given}, the pilot for {wanted}")
         self._tables = StepTables(self.costs, self.draft_sizes, self._forecast.num_nodes)
         self._growth: Growth | None = None  # what the last step checked; None: it did not draft
+        switch.load_compiled()
 
     @property
     def name(self) -> str:
@@ -105,51 +97,25 @@ class StepPilot(Pilot):
         if not count:
             return 0
         table = self._tables.at(inputs.batch_size, inputs.context_length)
-        rates = self._rates(table, count, inputs.num_remaining)
-        best = count - 1
-        for smaller in range(best - 1, -1, -1):
-            best = smaller if rates[smaller] > SIZE_MARGIN * rates[best] else best
+        best, rate = self._forecast.best_size(self.recent, table.step_ms, count, inputs.num_remaining)
         size, plain_ms = self.draft_sizes[best], float(table.rest_ms[0])
 
         def limit() -> float:
             reach = np.minimum(np.arange(1, len(table.rest_ms) + 1), size)
             return float((reach / table.step_ms[best]).max()) * plain_ms
 
-        return size if self.gate.is_open(rates[best] * plain_ms, limit) else 0
-
-    def _rates(self, table: StepTable, count: int, num_remaining: int) -> list[float]:
-        """Expected tokens per millisecond of the first `count` draft sizes, over poor, common and good drafts."""
-        expected = self._forecast.expected(self.recent)[:count]  # [sizes, levels, nodes + 1]
-        if num_remaining < expected.shape[-1]:
-            np.minimum(expected, num_remaining, out=expected)
-        for size in range(count - 1, 0, -1):  # a larger draft shows what a smaller one does
-            np.minimum(expected[size - 1], expected[size], out=expected[size - 1])
-        best = (expected / table.step_ms[:count, None]).argmax(axis=-1).tolist()  # nodes that will be checked
-        rates = []
-        for size, step_ms in enumerate(table.step_lists[:count]):
-            tokens = ms = 0.0
-            for level, num_nodes in enumerate(best[size]):
-                tokens += expected.item(size, level, num_nodes)
-                ms += step_ms[num_nodes]
-            rates.append(tokens / ms)
-        return rates
+        return size if self.gate.is_open(rate * plain_ms, limit) else 0
 
     def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
-        depth = min(candidates.num_positions, inputs.num_remaining - 1)  # deeper tokens could not be emitted
-        calibration = self.sampled if self.sampled is not None and inputs.temperature > 0 else self.calibration
-        head, nodes = self._streams(candidates, calibration, depth)
-        self.recent.record_draft([path for path, _, _ in islice(head, HEAD)])
         table = self._tables.at(inputs.batch_size, inputs.context_length)
-        step_ms, rises = table.growth(candidates.num_positions + 1)
-        self._growth = grow_by_cost(nodes, step_ms, self.recent.trust, rises)
+        self._growth, head = grow_calibrated(
+            candidates,
+            self.sampled if self.sampled is not None and inputs.temperature > 0 else self.calibration,
+            table.growth(candidates.num_positions + 1),
+            trust=self.recent.trust,
+            depth=max(min(candidates.num_positions, inputs.num_remaining - 1), 0),  # deeper tokens cannot be emitted
+            width=WIDTH,
+            is_chain=self.is_chain,
+        )
+        self.recent.record_draft(head)
         return self._growth.nodes
-
-    def _streams(self, candidates: Candidates, calibration: Calibration, depth: int) -> tuple[Stream, Stream]:
-        """The draft's likeliest chain, and the nodes to choose from."""
-        if candidates.tree is not None:  # grown by the drafter: pruned as it is scored
-            head, chain = tee(proposed_chain(candidates.tree))
-            return head, chain if self.is_chain else proposed_nodes(candidates.tree)
-        token_ids = candidates.token_ids[: max(depth, 0)]
-        first, later = calibration.probabilities(candidates, WIDTH)
-        head, chain = tee(likeliest_chain(first, later, token_ids))
-        return head, chain if self.is_chain else best_first(first, later, token_ids)

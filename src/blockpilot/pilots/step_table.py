@@ -23,15 +23,14 @@ class StepTable:
     batch_size: int
     rest_ms: Values  # [nodes + 1], a step without its draft
     step_ms: Values  # [sizes, nodes + 1], for every draft size that a pilot may choose
-    step_lists: list[list[float]]  # the same
-    _growth: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict, init=False, repr=False)
+    _growth: dict[int, tuple[Values, Values]] = field(default_factory=dict, init=False, repr=False)
 
-    def growth(self, draft_size: int) -> tuple[list[float], list[float]]:
+    def growth(self, draft_size: int) -> tuple[Values, Values]:
         """For any draft size: milliseconds [nodes + 1], and the smallest rise [nodes] from each number of nodes on."""
         found = self._growth.get(draft_size)
         if found is None:
             step_ms = self.costs.draft_ms(draft_size, self.batch_size) + self.rest_ms
-            found = self._growth[draft_size] = step_ms.tolist(), smallest_rises(step_ms)
+            found = self._growth[draft_size] = step_ms, smallest_rises(step_ms)
         return found
 
 
@@ -55,4 +54,4 @@ class StepTables:
         rest_ms = self.costs.verify_row(self.num_nodes + 1, batch_size, context_length) + self.costs.overhead_ms
         drafts = np.array([self.costs.draft_ms(size, batch_size) for size in self.draft_sizes])
         step_ms = drafts[:, None] + rest_ms
-        return StepTable(self.costs, batch_size, rest_ms, step_ms, step_ms.tolist())
+        return StepTable(self.costs, batch_size, rest_ms, step_ms)

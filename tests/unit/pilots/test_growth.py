@@ -170,6 +170,6 @@ def test_known_rises_change_nothing() -> None:
     candidates, costs = random_candidates(4, is_pairwise=True), random_costs(4, 40)
     assert candidates.first is not None and candidates.pairwise is not None
     given = (np.exp(candidates.first), np.exp(candidates.pairwise), candidates.token_ids)
-    rises = smallest_rises(np.array(costs))
+    rises = smallest_rises(np.array(costs)).tolist()
     assert rises == [min(b - a for a, b in pairwise(costs[n:])) for n in range(40)]
     assert grow_by_cost(best_first(*given), costs, 0.9, rises) == grow_by_cost(best_first(*given), costs, 0.9)

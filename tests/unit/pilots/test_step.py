@@ -175,7 +175,7 @@ def test_rates_of_draft_sizes_are_tokens_over_milliseconds(seed: int) -> None:
     expected = np.minimum(pilot._forecast.expected(pilot.recent), 30)
     for index in (1, 0):
         expected[index] = np.minimum(expected[index], expected[index + 1])
-    for index, rate in enumerate(pilot._rates(table, 3, 30)):
+    for index, rate in enumerate(pilot._forecast.rates(pilot.recent, table.step_ms, 30)):
         counts = [int((level / table.step_ms[index]).argmax()) for level in expected[index]]
         tokens = sum(level[count] for level, count in zip(expected[index], counts, strict=True))
         assert rate == pytest.approx(tokens / sum(costs.step_ms((4, 8, 16)[index], count + 1) for count in counts))

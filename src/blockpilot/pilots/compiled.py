@@ -1,0 +1,310 @@
+"""The pilots' arithmetic as machine code: the loops of `growth.py`, `calibration.py` and `forecast.py` in Numba.
+
+On a fast GPU a step takes a millisecond, and a third of that could pass in Python between the draft and the check. The
+functions here decide the same on arrays, and compute the probabilities of a node's children only when growth asks for
+them. They are compiled when this module is imported, which only `switch.py` does, and kept on disk where that can be.
+
+Arrays have one dtype each, lie in C order and may be written to (`growth.plain_array`). Where a drafter has no scores
+between parents and children, `first` and `pairwise` are empty.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import boolean, float32, float64, int64, njit
+
+from blockpilot.pilots.calibration import MAX_NEGATED, MAX_PROBABILITY, MIN_LOG_PROB
+from blockpilot.pilots.forecast import (
+    HEAD,
+    LEVEL_SHARES,
+    MIN_MEAN,
+    NUM_LEVELS,
+    SIZE_MARGIN,
+    TREE_EXPONENT,
+    TREE_REACH,
+)
+
+ONE, LOWEST, HIGHEST = np.float32(1), np.float32(MIN_LOG_PROB), np.float32(MAX_PROBABILITY)
+LIMIT = np.float32(MAX_NEGATED)
+NONE = -1
+
+
+class Draft(NamedTuple):
+    token_ids: Any  # [D, K]
+    log_probs: Any  # [D, K]
+    first: Any  # [K]
+    pairwise: Any  # [D-1, K, K]
+    weights: Any  # [depths, features], of a calibration; empty: what stands for scores are probabilities already
+
+
+class Families(NamedTuple):
+    """The probabilities of children that have been asked for."""
+
+    rows: Any  # [F, K]
+    places: Any  # [D * K + 1], the row of every position and parent's rank, 0 at first; then how many rows are filled
+    ranks: Any  # [K], logarithms
+
+
+class Taken(NamedTuple):
+    """Nodes, the anchor first."""
+
+    paths: Any
+    parents: Any
+    token_ids: Any
+    depths: Any
+    families: Any  # the row of each node's children
+
+
+class Opened(NamedTuple):
+    """Nodes that may be taken next, by age; where there is none, or none any more, the path is negative."""
+
+    paths: Any
+    parents: Any
+    ranks: Any
+
+
+# Helpers own no memory: without reference counts, which would take longer than the arithmetic.
+helper = njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
+
+
+def compiled(*signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Machine code for one signature, at once. Numba refuses to keep it where no folder may be written to."""
+
+    def compile_now(function: Callable[..., Any]) -> Callable[..., Any]:
+        try:
+            return njit(signature, cache=True)(function)
+        except RuntimeError:
+            return njit(signature)(function)
+
+    return compile_now
+
+
+@helper
+def _copy_scores(row, draft, position, parent):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Log-probabilities of a parent's children into `row` [K]; the anchor is parent 0 of position 0."""
+    scores = draft.log_probs[position]
+    if len(draft.first):
+        scores = draft.first if position == 0 else draft.pairwise[position - 1, parent]
+    for child in range(len(row)):
+        row[child] = scores[child]
+
+
+@helper
+def _calibrate(row, marginals, weight, ranks, parent):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """From a parent's scores to P(right | parent right), in `row` [K]: as `Calibration.probabilities` does it."""
+    best, total = LOWEST, np.float32(0)
+    for child in range(len(row)):
+        best = max(best, row[child])
+    for child in range(len(row)):
+        score = max(row[child], LOWEST)
+        logit = score - np.log(ONE - min(np.exp(score), HIGHEST))
+        value = weight[1] * logit + (weight[0] + weight[4] * ranks[child] + weight[5] * ranks[parent])
+        value += weight[2] * max(marginals[child], LOWEST)
+        value += weight[3] * (best - score)
+        row[child] = ONE / (ONE + np.exp(min(-value, LIMIT)))
+        total += row[child]
+    if total > ONE:  # siblings exclude each other
+        for child in range(len(row)):
+            row[child] /= total
+
+
+@helper
+def _find_family(families, draft, position, parent):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Which row holds a parent's children."""
+    rows, places, ranks = families
+    place = position * len(ranks) + parent
+    if places[place]:
+        return places[place]
+    places[-1] += 1
+    places[place] = places[-1]
+    row = rows[places[place]]
+    _copy_scores(row, draft, position, parent)
+    if len(draft.weights):
+        weight = draft.weights[min(position, len(draft.weights) - 1)]
+        _calibrate(row, draft.log_probs[position], weight, ranks, parent)
+    return places[place]
+
+
+@helper
+def _best(values, count):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Where the largest of the first `count` values stands, the first of equals."""
+    found, largest = 0, values[0]
+    for place in range(1, count):
+        if values[place] > largest:
+            found, largest = place, values[place]
+    return found
+
+
+@helper
+def _next_best(row, rank):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """What follows the value at `rank` if the row is sorted, equals in the order of their ranks; NONE: nothing."""
+    limit = row[rank]
+    for other in range(rank + 1, len(row)):
+        if row[other] == limit:
+            return other
+    found, largest = NONE, -ONE
+    for other in range(len(row)):
+        if largest < row[other] < limit:
+            found, largest = other, row[other]
+    return found
+
+
+@helper
+def _walk_head(families, draft, depth, head):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """How likely the best chain is right up to each of its first positions, into `head`."""
+    path, rank = 1.0, 0
+    for position in range(min(len(head), depth)):
+        row = families.rows[_find_family(families, draft, position, rank)]
+        rank = _best(row, len(row))
+        path *= row[rank]
+        head[position] = path
+
+
+@helper
+def _open(opened, families, taken, age, parent, rank):  # type: ignore[no-untyped-def]  # pragma: no cover
+    opened.parents[age], opened.ranks[age] = parent, rank
+    opened.paths[age] = taken.paths[parent] * families.rows[taken.families[parent], rank]
+
+
+@helper
+def _take(draft, families, taken, opened, step_ms, rises, trust, depth, is_chain):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Fill `taken` while nodes pay; how many of them bring the most tokens per millisecond, and what they promise."""
+    promised = best_promised = 0.0
+    best_rate, best_count = 1 / step_ms[0], 0
+    for count in range(1, len(rises) + 1):
+        age = _best(opened.paths, 2 * count)
+        path, parent, rank = opened.paths[age], opened.parents[age], opened.ranks[age]
+        if path < 0 or trust * path <= best_rate * rises[count - 1]:
+            break
+        opened.paths[age] = -1
+        position = taken.depths[parent]
+        taken.paths[count], taken.parents[count], taken.depths[count] = path, parent, position + 1
+        taken.token_ids[count] = draft.token_ids[position, rank]
+        promised += path
+        rate = (1 + trust * promised) / step_ms[count]
+        if rate > best_rate:
+            best_rate, best_count, best_promised = rate, count, promised
+        family = families.rows[taken.families[parent]]
+        sibling = NONE if is_chain else _next_best(family, rank)
+        if sibling != NONE:
+            _open(opened, families, taken, 2 * count, parent, sibling)
+        if position + 1 < depth:
+            taken.families[count] = _find_family(families, draft, position + 1, rank)
+            child = _best(families.rows[taken.families[count]], families.rows.shape[1])
+            _open(opened, families, taken, 2 * count + 1, count, child)
+    return best_count, best_promised
+
+
+@compiled(
+    int64[:, ::1], float32[:, ::1], float32[::1], float32[:, :, ::1], float32[:, ::1],
+    float64[::1], float64[::1], float64, int64, int64, boolean,
+)  # fmt: skip
+def grow(  # type: ignore[no-untyped-def]  # pragma: no cover
+    token_ids, log_probs, first, pairwise, weights, step_ms, rises, trust, width, depth, is_chain
+):
+    """`grow_by_cost` over `best_first` or `likeliest_chain`: (parents and token ids [2, n], promised, depth, head).
+
+    Out of the first `depth` positions and `width` candidates. A node that is taken opens two others, its next sibling
+    and its first child. Node n's are kept at 2n and 2n + 1: what stands first is older, and equal paths are taken in
+    the order of their age. On a chain siblings stay closed.
+    """
+    draft, size = Draft(token_ids, log_probs, first, pairwise, weights), len(rises) + 1
+    ranks = np.empty(width, np.float32)
+    for rank in range(width):
+        ranks[rank] = np.log1p(np.float32(rank))
+    rows = np.empty((min(depth * width, size + HEAD) + 1, width), np.float32)
+    families = Families(rows, np.zeros(depth * width + 1, np.int64), ranks)
+    taken = Taken(
+        np.ones(size), np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64),
+        np.zeros(size, np.int64),
+    )  # fmt: skip
+    opened = Opened(np.full(2 * size, -1.0), np.zeros(2 * size, np.int64), np.zeros(2 * size, np.int64))
+    head = np.zeros(HEAD)
+    _walk_head(families, draft, depth, head)
+    if depth:
+        taken.families[0] = 1
+        _open(opened, families, taken, 0, 0, _best(rows[1], width))
+    count, promised = _take(draft, families, taken, opened, step_ms, rises, trust, depth, is_chain)
+    nodes, deepest = np.empty((2, count), np.int64), 0
+    for node in range(count):
+        nodes[0, node], nodes[1, node] = taken.parents[node + 1], taken.token_ids[node + 1]
+        deepest = max(deepest, taken.depths[node + 1])
+    return nodes, promised, deepest, (head[0], head[1], head[2])  # a tuple is handed over faster than an array
+
+
+@helper
+def _rounded(value):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """As `Recent.features` are."""
+    return float64(np.float32(value))
+
+
+@helper
+def _fitted_curves(curves, weights, average, last, expected, has_drafted):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """`Forecast.expected` with a fit into `curves` [sizes, levels, nodes + 1]."""
+    for size in range(curves.shape[0]):
+        for level in range(NUM_LEVELS):
+            weight, total = weights[size, level], 1.0
+            curves[size, level, 0] = total
+            for node in range(curves.shape[2] - 1):
+                logit = weight[0, node] + weight[1, node] * average + weight[2, node] * last
+                logit += weight[3, node] * expected + weight[4, node] * has_drafted
+                total += 1 / (1 + np.exp(-logit))
+                curves[size, level, node + 1] = total
+
+
+@helper
+def _geometric_curves(curves, mean, draft_sizes, is_chain):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """The same without one."""
+    for level in range(NUM_LEVELS):
+        share = 1 - 1 / max(1 + LEVEL_SHARES[level] * (mean - 1), MIN_MEAN)
+        reach = share if is_chain else share**TREE_REACH
+        total = 1.0
+        for node in range(curves.shape[2]):
+            if node:
+                total += share ** (float64(node) if is_chain else node**TREE_EXPONENT)
+            for size in range(curves.shape[0]):
+                curves[size, level, node] = total
+        for size in range(curves.shape[0]):
+            limit = (1 - reach ** draft_sizes[size]) / (1 - reach)
+            for node in range(1, curves.shape[2]):
+                curves[size, level, node] = min(curves[size, level, node], limit)
+
+
+@helper
+def _best_rate(curves, step_ms, num_remaining):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """The draft size to choose, and its rate."""
+    chosen = count = len(curves)
+    chosen_rate = 0.0
+    for size in range(count - 1, -1, -1):
+        tokens = ms = 0.0
+        for level in range(NUM_LEVELS):
+            best, best_rate = 0, -1.0
+            for node in range(curves.shape[2]):
+                value = min(curves[size, level, node], num_remaining)
+                if size < count - 1:  # a larger draft shows what a smaller one does
+                    value = min(value, curves[size + 1, level, node])
+                curves[size, level, node] = value
+                if value / step_ms[size, node] > best_rate:
+                    best, best_rate = node, value / step_ms[size, node]
+            tokens += curves[size, level, best]
+            ms += step_ms[size, best]
+        if chosen == count or tokens / ms > SIZE_MARGIN * chosen_rate:
+            chosen, chosen_rate = size, tokens / ms
+    return chosen, chosen_rate
+
+
+@compiled(
+    float32[:, :, :, ::1], float64[::1], boolean, float64, float64, float64, boolean, float64[:, ::1], int64, int64
+)  # fmt: skip
+def best_size(  # type: ignore[no-untyped-def]  # pragma: no cover
+    weights, draft_sizes, is_chain, average, last, expected, has_drafted, step_ms, count, num_remaining
+):
+    """`Forecast.best_size`; `weights` [sizes, levels, features, nodes] are empty without a fit."""
+    curves = np.empty((count, NUM_LEVELS, step_ms.shape[1]))
+    if len(weights):
+        features = _rounded(average), _rounded(last), _rounded(expected), float64(has_drafted)
+        _fitted_curves(curves, weights, *features)
+    else:
+        _geometric_curves(curves, (average + expected) / 2 if has_drafted else average, draft_sizes, is_chain)
+    return _best_rate(curves, step_ms, float64(num_remaining))

@@ -1,0 +1,58 @@
+"""The inputs of a pass of fixed shape, against what a tree says of itself."""
+
+import numpy as np
+import pytest
+import torch
+
+from blockpilot.cache.pass_plan import PassPlan
+from blockpilot.core.tree import DraftTree
+
+SPARE, LENGTHS = 5, [10, 20, 30, 40]
+
+
+def make_plan(num_requests: int, count: int) -> PassPlan:
+    return PassPlan(num_requests, count, 2048, torch.device("cpu"), SPARE)
+
+
+def random_tree(size: int, seed: int = 0) -> DraftTree:
+    random = np.random.default_rng(seed)
+    return DraftTree.build(7, [(int(random.integers(node)), int(random.integers(150_000))) for node in range(1, size)])
+
+
+def read(plan: PassPlan) -> dict[str, np.ndarray]:
+    """Arrays by name; masks as [request, token, bit]."""
+    found = {name: array.copy() for name, array in plan.staging.host.items()}
+    masks = found["masks"].view(np.uint8).reshape(plan.num_requests, plan.count, -1)
+    shaped = {name: found[name].reshape(plan.num_requests, plan.count) for name in ("token_ids", "positions")}
+    return found | shaped | {"masks": np.unpackbits(masks, axis=-1, bitorder="little")}
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (3, 4), (32, 32), (33, 48), (64, 64), (90, 96), (129, 129)])
+def test_trees_of_all_sizes(size: int, count: int) -> None:
+    plan, tree = make_plan(2, count), random_tree(size)
+    plan.write_trees([(3, tree)], LENGTHS)
+    found = read(plan)
+    assert found["slots"].tolist() == [3, SPARE] and found["starts"].tolist() == [40, 0]
+    assert found["token_ids"][0, :size].tolist() == list(tree.token_ids)
+    assert found["positions"][0].tolist() == [40 + depth for depth in tree.depths] + [40] * (count - size)
+    np.testing.assert_array_equal(found["masks"][0, :size, :size], tree.ancestor_matrix())
+    assert not found["masks"][0, :size, size:].any()
+    assert (found["masks"][:, size:, 0] == 1).all() and (found["masks"][1].sum(axis=-1) == 1).all()
+
+
+def test_nothing_is_left_of_the_pass_before() -> None:
+    plan, fresh = make_plan(2, 64), make_plan(2, 64)
+    plan.write_trees([(0, random_tree(60, seed=1)), (2, random_tree(64, seed=2))], LENGTHS)
+    for one in (plan, fresh):
+        one.write_trees([(1, random_tree(5))], LENGTHS)
+    for name, array in read(plan).items():
+        np.testing.assert_array_equal(array, read(fresh)[name])
+
+
+def test_tokens_of_a_block_see_each_other() -> None:
+    plan = make_plan(2, 8)
+    plan.write_blocks([(1, 9, 23, 6)], LENGTHS, mask_id=2)
+    found = read(plan)
+    assert found["token_ids"].tolist() == [[9] + [2] * 7, [2] * 8]
+    assert found["positions"][0].tolist() == [23, 24, 25, 26, 27, 28, 23, 23] and found["starts"].tolist() == [20, 0]
+    assert found["masks"][0, :6, :6].all() and not found["masks"][0, :6, 6:].any()

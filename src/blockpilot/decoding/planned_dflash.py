@@ -21,6 +21,7 @@ from blockpilot.models.fused import FusedDFlash
 from blockpilot.models.gpu import capture, graph_pool, wait_for
 
 COUNTS = (2, 4, 8, 16, 32, MAX_BLOCK_SIZE)  # observed tokens, rounded up
+BLOCKS = (2, 4, 8, 12, 16, 20, 24, 32, 48, MAX_BLOCK_SIZE)  # block sizes, likewise
 MAX_ROWS = 1024
 MAX_CANDIDATES = 16
 
@@ -50,7 +51,8 @@ class PlannedDFlashDrafter(DFlashDrafter):
     def prepare(self, num_requests: int, taps: Tensor) -> None:
         """Record drafts of the usual sizes, and observing from the target's buffer."""
         rounded = round_up(num_requests, REQUESTS)
-        for count in sorted({4, 8, 16, self.block_size}):
+        usual = round_up(self.block_size + 2, BLOCKS)
+        for count in (size for size in BLOCKS if 4 <= size <= usual):
             for width in (1, MAX_CANDIDATES):
                 if rounded * count <= MAX_ROWS:
                     self._draft(rounded, count, CONTEXTS[0], width)
@@ -84,7 +86,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
         num_requests = round_up(len(requests), REQUESTS)
-        count = max(request.block_size for request in requests)
+        count = round_up(max(request.block_size for request in requests), BLOCKS)
         if num_requests * count > MAX_ROWS:
             return super().propose(requests)
         width = 1 if all(request.num_candidates == 1 for request in requests) else MAX_CANDIDATES

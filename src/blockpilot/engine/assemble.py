@@ -73,6 +73,8 @@ def build_runner(
     decoder: Decoder, *, num_slots: int, context_length: int, device: torch.device, dtype: torch.dtype
 ) -> TargetRunner:
     """Planned where the GPU can run it so."""
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, for a tenth of a second, for every length it meets
     kind = PlannedRunner if can_fuse(device, decoder.config.head_dim) else TargetRunner
     return kind(decoder, num_slots=num_slots, context_length=context_length, device=device, dtype=dtype)
 

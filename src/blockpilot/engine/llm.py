@@ -14,6 +14,7 @@ from typing import overload
 
 import torch
 
+from blockpilot.cache.pass_plan import REQUESTS
 from blockpilot.core.config import EngineConfig
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.records import Completion
@@ -88,11 +89,15 @@ class LLM:
         return self._costs
 
     def prepare(self, batch_size: int = 1) -> None:
-        """Record a GPU's passes for steps of that many requests now, not when they first occur. Elsewhere no work."""
+        """Record a GPU's passes for steps of up to that many requests now, not when they first occur; else no work.
+
+        As requests end, the batch shrinks: smaller ones are recorded too.
+        """
         drafter = self.drafter
-        taps = self.engine.runner.prepare(batch_size, drafter.tap_layers if drafter else ())
-        if isinstance(drafter, PlannedDFlashDrafter) and taps is not None:
-            drafter.prepare(batch_size, taps)
+        for size in [*(size for size in REQUESTS if size < batch_size), batch_size]:
+            taps = self.engine.runner.prepare(size, drafter.tap_layers if drafter else ())
+            if isinstance(drafter, PlannedDFlashDrafter) and taps is not None:
+                drafter.prepare(size, taps)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a collection of texts too; the first match wins

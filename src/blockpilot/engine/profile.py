@@ -29,11 +29,14 @@ IDENTITY = ("target", "shape", "drafter", "device", "dtype", "backend", "kernels
 
 def ensure_costs(llm: "LLM") -> StepCosts:
     """This machine's costs: remembered, or measured quickly and remembered."""
-    known = load_profile(profile_key(llm))
-    if known is not None:
-        return known
     is_gpu = llm.device_type == "cuda"
-    plan = ProfilePlan.quick(contexts=(min(256, llm.engine.context_length // 2),), is_gpu=is_gpu)
+    num_free = llm.engine.runner.cache.num_free
+    # beside a GPU's fast passes it shows what the host does for each request
+    batch_sizes = (1, num_free) if is_gpu and num_free > 1 else (1,)
+    known = load_profile(profile_key(llm))
+    if known is not None and known.max_batch_size >= max(batch_sizes):
+        return known
+    plan = ProfilePlan.quick(batch_sizes, (min(256, llm.engine.context_length // 2),), is_gpu=is_gpu)
     costs = measure(llm, plan)
     if costs.key["num_rounds"] < plan.num_rounds or costs.fit_error.leave_one_out > MAX_ERROR:
         logger.warning("step costs are uncertain because the machine is busy; they are not remembered")

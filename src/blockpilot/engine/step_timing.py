@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 NUM_CANDIDATES = 16
 NUM_POSITIONS = 15
 NUM_OBSERVED = 3  # tokens a drafted step keeps, for the overhead
+MAX_TOKENS = 64  # of one request in a check that is timed
 Passes = dict[tuple[str, int], Callable[[], object]]  # ("draft" or "verify", tokens per request) -> run it once
 
 
@@ -52,7 +53,7 @@ class ProfilePlan:
         """A second or two on the default CPU pair; a GPU, where large trees pay, is timed with those too."""
         return cls(
             draft_sizes=(4, 8, 16),
-            verify_totals=(1, 2, 4, 8, 10, 16, 32, 64) if is_gpu else (1, 2, 4, 8, 10, 16, 32),
+            verify_totals=(1, 2, 4, 8, 10, 16, 32, 64, 128, 256, 512, 1024) if is_gpu else (1, 2, 4, 8, 10, 16, 32),
             batch_sizes=batch_sizes,
             contexts=contexts,
             num_rounds=3,
@@ -67,18 +68,23 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any]) -> StepCos
     places = [(size, context) for size in plan.batch_sizes for context in plan.contexts]
     drafts: list[CostPoint] = []
     checks: list[CostPoint] = []
-    overheads: list[float] = []
+    overheads: dict[int, float] = {}  # by batch size, first the smallest
     num_rounds = plan.num_rounds
-    for index, (batch_size, context) in enumerate(places):
+    for batch_size, context in places:
         with _filled_slots(llm, batch_size, context) as bench:
             passes = bench.passes(plan, with_drafts=context == plan.contexts[0])
             times = _time_rounds(passes, plan.num_rounds, plan.budget_seconds / len(places))
             num_rounds = min(num_rounds, *map(len, times.values()))
+            if batch_size not in overheads:
+                overheads[batch_size] = float(np.median([bench.overhead() for _ in range(3)]))
+            first = next(iter(overheads.values()))
+            more = max(overheads[batch_size] - first, 0.0)  # a larger batch has more to keep, drafted or not
             for (kind, tokens), values in times.items():
-                (drafts if kind == "draft" else checks).append(_point(values, tokens, batch_size, context))
-            if index == 0:
-                overheads = [bench.overhead() for _ in range(3)]
-    return StepCosts(tuple(drafts), tuple(checks), float(np.median(overheads)), {**key, "num_rounds": num_rounds})
+                found = drafts if kind == "draft" else checks
+                extra = more if kind == "verify" and tokens > 1 else 0.0
+                found.append(_point([value + extra for value in values], tokens, batch_size, context))
+    overhead = next(iter(overheads.values()))
+    return StepCosts(tuple(drafts), tuple(checks), overhead, {**key, "num_rounds": num_rounds})
 
 
 class _Bench:
@@ -100,8 +106,8 @@ class _Bench:
     def passes(self, plan: ProfilePlan, *, with_drafts: bool) -> Passes:
         found: Passes = {}
         for total in plan.verify_totals:
-            if total % len(self.slots) == 0:
-                tokens = total // len(self.slots)
+            tokens = total // len(self.slots)
+            if total % len(self.slots) == 0 and tokens <= MAX_TOKENS:
                 found["verify", tokens] = lambda tokens=tokens: self.verify(tokens)  # type: ignore[misc]
         if self.drafter is not None and with_drafts:
             limit = self.drafter.max_block_size

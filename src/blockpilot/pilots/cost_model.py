@@ -159,6 +159,11 @@ class StepCosts:
         """Whether checking takes longer behind a longer context. False also where one context alone was measured."""
         return self._verify.depends_on_context
 
+    @property
+    def max_batch_size(self) -> int:
+        """The largest batch that was measured."""
+        return max(point.batch_size for point in self.verify)
+
     def draft_ms(self, block_size: int, batch_size: int = 1) -> float:
         return self._draft.at(block_size, batch_size, 0) if block_size > 1 else 0.0
 

@@ -95,8 +95,9 @@ def test_prepared_passes_are_those_that_decoding_uses(monkeypatch: pytest.Monkey
     planned = make_planned(monkeypatch, "llama", drafter=make_dflash())
     runner, drafter = planned.engine.runner, planned.drafter
     assert isinstance(runner, PlannedRunner) and isinstance(drafter, PlannedDFlashDrafter)
-    planned.prepare()
+    planned.prepare(4)
     recorded = set(runner._passes), set(drafter._drafts), set(drafter._views), set(runner._moves)
-    for pilot in ("fixed:8", "tree:15", "tree:70"):
-        planned.generate("abcabcab", SamplingParams(max_new_tokens=30), pilot=pilot, is_raw=True)
+    params = [SamplingParams(max_new_tokens=6 + 8 * index) for index in range(4)]  # the batch shrinks to one
+    for pilot in ("fixed:7", "fixed:8", "tree:15", "tree:70"):
+        planned.generate(PROMPTS, params, pilot=pilot, is_raw=True)
     assert (set(runner._passes), set(drafter._drafts), set(drafter._views), set(runner._moves)) == recorded

@@ -57,6 +57,17 @@ def test_every_drafter_is_measured_and_leaves_no_trace(drafter: str | None) -> N
         assert again.token_ids == plain.token_ids
 
 
+def test_a_gpu_is_measured_with_a_full_batch_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_drafted()
+    assert ensure_costs(llm).max_batch_size == 1
+    monkeypatch.setattr(llm, "device_type", "cuda")
+    costs = ensure_costs(llm)  # what is remembered of a batch of one does not suffice
+    assert costs.max_batch_size == llm.config.num_slots == 4
+    assert max(p.tokens for p in costs.verify if p.batch_size == 1) == 64
+    assert {p.tokens for p in costs.verify if p.batch_size == 4} == {1, 2, 4, 8, 16, 32, 64}
+    assert {p.batch_size for p in costs.draft} == {1, 4}
+
+
 def test_costs_are_measured_once_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_drafted()
     monkeypatch.setattr(profile_module, "MAX_ERROR", 1e9)  # tiny passes jitter

@@ -27,8 +27,8 @@ from blockpilot.core.errors import InputError
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest
-from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
-from blockpilot.engine.planned_runner import MAX_ROWS, PlannedRunner
+from blockpilot.decoding.planned_dflash import MAX_ROWS, PlannedDFlashDrafter
+from blockpilot.engine.planned_runner import PlannedRunner
 from blockpilot.engine.sequence import Sequence
 from blockpilot.engine.speculative_step import speculative_step
 from blockpilot.models.config import DecoderConfig, MoeConfig, RopeConfig
@@ -132,7 +132,7 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rates
             weights = weight_bytes(decoder, with_embedding=config.is_tied)
             kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
             for count in tokens:
-                if batch * count > MAX_ROWS:
+                if batch * count > runner.max_rows:
                     continue
                 trees = [(slot, DraftTree.chain(1, list(range(count - 1)))) for slot in slots]
                 idle = idle_bytes(config, batch * count, dtype)

@@ -74,12 +74,18 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=Kept.max_tokens, metavar="N", help=tokens_help)
     bytes_help = "of the shard (default: %(default)s)"
     parser.add_argument("--max-bytes", type=int, default=MAX_BYTES, metavar="N", help=bytes_help)
+    parser.add_argument("--partial", action="store_true", help="take what an interrupted `collect` left, too")
     arguments = parser.parse_args()
     try:
         require_no_test_prompts(arguments.traces)
         kept = Kept(arguments.mass, arguments.max_tokens)
         found = write_compact(
-            arguments.traces, arguments.out, kept=kept, max_bytes=arguments.max_bytes, licences=LICENCES
+            arguments.traces,
+            arguments.out,
+            kept=kept,
+            max_bytes=arguments.max_bytes,
+            licences=LICENCES,
+            is_partial=arguments.partial,
         )
     except InputError as error:
         sys.exit(f"make_compact_traces: {error}")

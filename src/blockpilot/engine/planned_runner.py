@@ -14,11 +14,13 @@ from blockpilot.cache.slots import is_contiguous
 from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.tree import DraftTree
 from blockpilot.engine.runner import PassResult, TargetRunner
+from blockpilot.models.config import DecoderConfig
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.fused import FusedDecoder
 from blockpilot.models.gpu import capture, check_memory, graph_pool, wait_for
 
-MAX_ROWS = 1024  # tokens of all requests in one planned pass
+MAX_ROWS = 4096  # tokens of all requests in one planned pass
+MAX_LOGITS_BYTES = 1 << 30  # of all rows together: fewer rows for large vocabularies
 MAX_ROUTED_ROWS = 64  # the same where experts are routed: every program looks at all of them
 
 
@@ -26,14 +28,14 @@ class PlannedRunner(TargetRunner):
     def __init__(
         self, decoder: Decoder, *, num_slots: int, context_length: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        check_memory(device, _bytes_needed(decoder, num_slots, context_length, dtype), "the target's cache and results")
+        self.max_rows = _max_rows(decoder.config, num_slots, dtype)
+        needed = _bytes_needed(decoder.config, num_slots, context_length, self.max_rows, dtype)
+        check_memory(device, needed, "the target's cache and results")
         super().__init__(
             decoder, num_slots=num_slots, context_length=context_length, device=device, dtype=dtype, num_spare=1
         )
         config = decoder.config
         self.fused = FusedDecoder(decoder, self.cache.rows)
-        most = MAX_ROWS if config.moe is None else MAX_ROUTED_ROWS
-        self.max_rows = min(most, round_up(num_slots, REQUESTS) * COUNTS[-1])
         self._spare_slot = num_slots
         self._pool = graph_pool(device)
         self._logits = torch.empty(self.max_rows, config.vocab_size, dtype=dtype, device=device)
@@ -130,8 +132,13 @@ class PlannedRunner(TargetRunner):
         return self._moves[num_requests]
 
 
-def _bytes_needed(decoder: Decoder, num_slots: int, context_length: int, dtype: torch.dtype) -> int:
-    config = decoder.config
+def _max_rows(config: DecoderConfig, num_slots: int, dtype: torch.dtype) -> int:
+    most = min(MAX_ROWS, MAX_LOGITS_BYTES // (config.vocab_size * dtype.itemsize))
+    most = most if config.moe is None else min(most, MAX_ROUTED_ROWS)
+    return min(most, round_up(num_slots, REQUESTS) * COUNTS[-1])
+
+
+def _bytes_needed(config: DecoderConfig, num_slots: int, context_length: int, max_rows: int, dtype: torch.dtype) -> int:
     row = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     cache = (num_slots + 1) * (context_length + MAX_TREE_NODES) * row
-    return (cache + MAX_ROWS * (config.vocab_size + 8 * config.hidden_size)) * dtype.itemsize
+    return (cache + max_rows * (config.vocab_size + 8 * config.hidden_size)) * dtype.itemsize

@@ -44,7 +44,16 @@ SAME = (
     "trained_block_size",
     "max_block_size",
 )
-PER_SOURCE = ("prompt_files", "split", "num_prompts", "requests_sha256", "generation", "device", "package_version")
+PER_SOURCE = (
+    "prompt_files",
+    "split",
+    "num_prompts",
+    "requests_sha256",
+    "generation",
+    "device",
+    "package_version",
+    "is_complete",
+)
 
 
 @dataclass(frozen=True)
@@ -66,12 +75,21 @@ def shipped_traces(target: str) -> Path | None:
 
 
 def write_compact(
-    folders: Sequence[Path], out: Path, *, kept: Kept, max_bytes: int, licences: Mapping[str, str]
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    kept: Kept,
+    max_bytes: int,
+    licences: Mapping[str, str],
+    is_partial: bool = False,
 ) -> TraceSet:
-    """The traces of complete folders that were collected alike. `licences` names that of each task's prompts."""
+    """The traces of folders that were collected alike. `licences` names that of each task's prompts.
+
+    With `is_partial`, also those of folders whose collection was not finished.
+    """
     sets = [TraceSet(folder) for folder in folders]
     require_alike(sets, SAME)
-    if unfinished := [found.folder for found in sets if not found.is_complete]:
+    if not is_partial and (unfinished := [found.folder for found in sets if not found.is_complete]):
         raise InputError(f"{unfinished[0]} is not complete: let `blockpilot collect` finish it first")
     traces = [compact(trace, kept) for found in sets for trace in found]
     tasks = Counter(trace.task for trace in traces)

@@ -1,5 +1,7 @@
 """Traces small enough to ship: what they keep, what they leave out, and what is refused."""
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -83,3 +85,16 @@ def test_only_preset_targets_have_shipped_traces(tmp_path: Path, monkeypatch: py
     assert shipped_traces("tiny") is None
     make(folder, tmp_path / "tiny-traces")
     assert shipped_traces("tiny") == tmp_path / "tiny-traces" and shipped_traces("some/tiny") is None
+
+
+def test_unfinished_folders_only_where_asked_for(folder: Path, tmp_path: Path) -> None:
+    unfinished = tmp_path / "unfinished"
+    shutil.copytree(folder, unfinished)
+    manifest = json.loads((unfinished / "manifest.json").read_text())
+    (unfinished / "manifest.json").write_text(json.dumps(manifest | {"is_complete": False}))
+    with pytest.raises(InputError, match="not complete"):
+        make(unfinished, tmp_path / "a")
+    found = write_compact(
+        [unfinished], tmp_path / "b", kept=DEFAULT, max_bytes=MANY, licences=LICENCES, is_partial=True
+    )
+    assert len(found) == len(TraceSet(folder)) and found.manifest["sources"][0]["is_complete"] is False

@@ -1,7 +1,7 @@
 """Drafting with EAGLE-3: token by token, each pass continuing the drafter's own hidden state.
 
 Context row i of a slot is the pair (embedding of token i + 1, fused taps of token i) at rotary position i. A row
-therefore needs the token after it: the last observed token's fused taps wait in `_waiting` until the next observation,
+therefore needs the token after it: the last observed token's fused taps wait in `_states` until the next observation,
 or until drafting starts, where the anchor is that token. With the anchor at position p
 
     observed        tokens 0 .. p-1       context rows 0 .. p-2, taps of p-1 waiting
@@ -45,6 +45,7 @@ class Eagle3Drafter:
         tree_width: int = 8,
         tree_children: int = 8,
         name: str = "eagle3",
+        num_spare: int = 0,
     ) -> None:
         """`embed` is the target's embedding, used unless the checkpoint has its own.
 
@@ -67,8 +68,10 @@ class Eagle3Drafter:
             capacity=context_length + 1 + (MAX_BLOCK_SIZE - 2) * tree_width,
             dtype=dtype,
             device=device,
+            num_spare=num_spare,
         )
-        self._waiting: dict[int, Tensor] = {}  # slot -> fused taps [1, H] of its last observed token
+        self._states = torch.zeros(num_slots + num_spare, shapes.hidden_size, dtype=dtype, device=device)
+        self._waiting: set[int] = set()  # slots whose row of `_states` is the fused taps of their last observed token
 
     @torch.inference_mode()
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -81,18 +84,29 @@ class Eagle3Drafter:
         start = 0
         for observation in observations:
             slot, length = observation.slot, len(observation.token_ids)
-            waiting = self._waiting.get(slot)
+            is_first = slot not in self._waiting
             own = fused[start : start + length]
-            hidden += [own[:-1]] if waiting is None else [waiting, own[:-1]]
-            counts.append(length - (waiting is None))
+            hidden += [own[:-1]] if is_first else [self._state(slot), own[:-1]]
+            counts.append(length - is_first)
             ids += observation.token_ids[length - counts[-1] :]
             positions += range(self.cache.lengths[slot], self.cache.lengths[slot] + counts[-1])
-            self._waiting[slot] = own[-1:].clone()
             start += length
         if ids:
             packed = torch.tensor([ids, positions], device=self.device)
             rows = self.model.keys_values(self.embed(packed[0]), torch.cat(hidden), packed[1])
             self._store([observation.slot for observation in observations], counts, rows)
+        self._wait(observations, fused)  # last: what waited until now has been read
+
+    def _state(self, slot: int) -> Tensor:
+        return self._states[slot : slot + 1]
+
+    def _wait(self, observations: Sequence[Observation], fused: Tensor) -> None:
+        """The fused taps of each slot's last token wait for the token after it."""
+        end = 0
+        for observation in observations:
+            end += len(observation.token_ids)
+            self._state(observation.slot).copy_(fused[end - 1 : end])
+            self._waiting.add(observation.slot)
 
     def _store(self, slots: Sequence[int], counts: Sequence[int], rows: tuple[Tensor, Tensor]) -> None:
         start = 0
@@ -108,7 +122,7 @@ class Eagle3Drafter:
         trees = [GrowingTree(r, width=self.tree_width, num_children=self.tree_children) for r in requests]
         lengths = [self.cache.lengths[request.slot] for request in requests]
         growing = trees
-        hidden = torch.cat([self._waiting[request.slot] for request in requests])
+        hidden = torch.cat([self._state(request.slot) for request in requests])
         starts = list(range(len(requests)))  # where each growing tree's rows begin in `hidden`
         try:
             while growing:
@@ -123,7 +137,7 @@ class Eagle3Drafter:
 
     def forget(self, slot: int) -> None:
         self.cache.reset(slot)
-        self._waiting.pop(slot, None)
+        self._waiting.discard(slot)
 
     def _run(self, trees: Sequence[GrowingTree], hidden: Tensor, starts: Sequence[int]) -> Tensor:
         """One pass over the frontiers of all trees, packed; its rows stay in the cache."""

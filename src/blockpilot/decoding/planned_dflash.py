@@ -16,6 +16,7 @@ from blockpilot.core.candidates import Candidates
 from blockpilot.core.config import MAX_BLOCK_SIZE
 from blockpilot.decoding.dflash_drafter import DFlashDrafter, Ranking, make_candidates
 from blockpilot.decoding.drafter import DraftRequest, Observation
+from blockpilot.decoding.taps_buffer import TapsBuffer
 from blockpilot.models.dflash import CandidateSelector
 from blockpilot.models.fused import FusedDFlash
 from blockpilot.models.gpu import capture, graph_pool, wait_for
@@ -45,12 +46,14 @@ class PlannedDFlashDrafter(DFlashDrafter):
         self._spare_slot = num_slots
         self._pool = graph_pool(self.device)
         self._drafts: dict[tuple[int, int, int, int], DraftPass] = {}
-        self._views: dict[tuple[int, int, int], tuple[Staging, Callable[[], None]]] = {}
+        self._views: dict[tuple[int, int], tuple[Staging, Callable[[], None]]] = {}
+        self._buffer = TapsBuffer(self._views.clear)
 
     @torch.inference_mode()
     def prepare(self, num_requests: int, taps: Tensor) -> None:
         """Record drafts of the usual sizes, and observing from the target's buffer."""
         rounded = round_up(num_requests, REQUESTS)
+        self._buffer.set(taps)
         usual = round_up(self.block_size + 2, BLOCKS)
         for count in (size for size in BLOCKS if 4 <= size <= usual):
             for width in (1, MAX_CANDIDATES):
@@ -66,7 +69,8 @@ class PlannedDFlashDrafter(DFlashDrafter):
         count = round_up(max(len(observation.token_ids) for observation in observations), COUNTS)
         num_requests = round_up(len(observations), REQUESTS)
         is_one = all(observation.taps is taps and observation.rows is not None for observation in observations)
-        if taps is None or not is_one or count > COUNTS[-1] or num_requests * count > MAX_ROWS:
+        is_small = count <= COUNTS[-1] and num_requests * count <= MAX_ROWS
+        if taps is None or not is_one or not is_small or not self._buffer.is_known(taps):
             super().observe(observations)
             return
         staging, run = self._view(taps, num_requests, count)
@@ -172,7 +176,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
 
     def _view(self, taps: Tensor, num_requests: int, count: int) -> tuple[Staging, Callable[[], None]]:
         """Observing from one result buffer of the target."""
-        key = (taps.data_ptr(), num_requests, count)
+        key = (num_requests, count)
         if key not in self._views:
             num_tokens = num_requests * count
             staging = Staging(

@@ -14,6 +14,7 @@ from blockpilot.decoding.drafter import Drafter
 from blockpilot.decoding.eagle3_drafter import Eagle3Drafter
 from blockpilot.decoding.ngram import NgramDrafter
 from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
+from blockpilot.decoding.planned_eagle3 import PlannedEagle3Drafter
 from blockpilot.engine.planned_runner import PlannedRunner
 from blockpilot.engine.runner import TargetRunner
 from blockpilot.models import dflash_format, eagle3_format
@@ -58,7 +59,9 @@ def build_drafter(
     if isinstance(model, Eagle3):
         name = name or "eagle3"
         eagle3_format.check_fit(model.config, decoder.config, name)
-        return Eagle3Drafter(_prepare(model, device, dtype), name=name, **options)
+        is_planned = can_fuse(device, model.config.layers.head_dim)
+        make = PlannedEagle3Drafter if is_planned else Eagle3Drafter
+        return make(_prepare(model, device, dtype), name=name, **options)
     name = name or "dflash"
     dflash_format.check_fit(model.config, decoder.config, name)
     if model.config.block_size < 2:

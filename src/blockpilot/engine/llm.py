@@ -21,6 +21,7 @@ from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import Drafter
 from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
+from blockpilot.decoding.planned_eagle3 import PlannedEagle3Drafter
 from blockpilot.engine.assemble import build_drafter, build_runner
 from blockpilot.engine.engine import Engine, Update
 from blockpilot.engine.profile import ensure_costs, profile_key, read_profile
@@ -96,7 +97,7 @@ class LLM:
         drafter = self.drafter
         for size in [*(size for size in REQUESTS if size < batch_size), batch_size]:
             taps = self.engine.runner.prepare(size, drafter.tap_layers if drafter else ())
-            if isinstance(drafter, PlannedDFlashDrafter) and taps is not None:
+            if isinstance(drafter, PlannedDFlashDrafter | PlannedEagle3Drafter) and taps is not None:
                 drafter.prepare(size, taps)
 
     @overload

@@ -5,7 +5,7 @@
     select   the pilot picks the nodes to check: the draft tree
     verify   one target pass over all trees
     accept   walk each tree along the target's own tokens
-    commit   the answer grows, the cache keeps the accepted path, the drafter sees what was kept
+    commit   the cache keeps the accepted path, the drafter sees what was kept, the answer grows
 
 Requests in one step may differ in prompt length, draft size, tree shape, pilot and sampling.
 """
@@ -43,10 +43,10 @@ def speculative_step(sequences: Collection[Sequence], runner: TargetRunner, draf
     verified = time.perf_counter()
     kept = [acceptance.path for acceptance in acceptances]
     runner.keep([(sequence.slot, path) for sequence, path in zip(sequences, kept, strict=True)])
+    _observe(sequences, trees, kept, result, drafter)  # a GPU works on it while the host makes text of tokens
     counts = [
         sequence.commit(acceptance.emitted_ids) for sequence, acceptance in zip(sequences, acceptances, strict=True)
     ]
-    _observe(sequences, trees, kept, result, drafter)
     seconds = time.perf_counter() - started
     for sequence, size, tree, count in zip(sequences, sizes, trees, counts, strict=True):
         sequence.decode_seconds += seconds
@@ -132,7 +132,7 @@ def _observe(
         return
     observations = []
     for sequence, tree, path, start in zip(sequences, trees, kept, result.row_starts, strict=True):
-        if sequence.finish_reason is None and sequence.pilot.num_candidates:
+        if sequence.pilot.num_candidates:
             token_ids = [tree.token_ids[node] for node in path]
             observations.append(Observation(sequence.slot, token_ids, result.taps, [start + node for node in path]))
     if observations:

@@ -1,4 +1,4 @@
-"""Target and drafter on a GPU: the weights and results of `decoder.py` and `dflash.py`, in a third of the kernels.
+"""Target and drafters on a GPU: what `decoder.py`, `dflash.py` and `eagle3.py` compute, in a third of the kernels.
 
 A pass has a fixed shape (requests, tokens per request) and reads everything else from a `PassInputs`: that is what lets
 it be captured as a CUDA graph. Nothing here decides anything; the layers are walked and the kernels called.
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import BlockConvolution, DFlash, DraftLayer
+from blockpilot.models.eagle3 import Eagle3
 from blockpilot.models.gpu import fused_kernels
 from blockpilot.models.kernels_reference import Convolution, Kernels, Parts
 from blockpilot.models.layers import MLP, Attention, DecoderLayer, MoE, RMSNorm, Rotary
@@ -65,20 +66,25 @@ class FusedLayers:
 
     def attention(self, attention: Attention, x: Tensor, inputs: PassInputs) -> Parts:
         """Everything between the norm and the residual addition; the cache gets the new rows."""
-        kernels, norms, eps = self.kernels, None, 0.0
-        if attention.q_norm is not None and attention.k_norm is not None:
-            norms, eps = (attention.q_norm.weight, attention.k_norm.weight), attention.q_norm.eps
+        kernels, slots, starts = self.kernels, inputs.slots, inputs.starts
+        q = self.store(attention, x, inputs.positions, slots, starts)
         keys, values = self.rows[attention.index, 0], self.rows[attention.index, 1]
-        slots, starts = inputs.slots, inputs.starts
-        q = kernels.rotate_store(
-            self.linear(x, attention.qkv_proj.weight), inputs.positions, self.table, norms, eps, keys, values, slots,
-            starts, self.num_heads, self.dtype,
-        )  # fmt: skip
         num_kv_heads = keys.shape[1]
         tiles = -(-inputs.count * (self.num_heads // num_kv_heads) // kernels.MAX_TILE)
         splits = kernels.choose_splits(inputs.num_requests, num_kv_heads, tiles, self.num_processors, inputs.context)
         mixed = kernels.attend(q, keys, values, slots, starts, inputs.masks, splits, inputs.context)
         return self.linear(mixed, attention.o_proj.weight)
+
+    def store(self, attention: Attention, x: Tensor, positions: Tensor, slots: Tensor, starts: Tensor) -> Tensor:
+        """Keys and values of new rows into the cache; returns their queries."""
+        norms, eps = None, 0.0
+        if attention.q_norm is not None and attention.k_norm is not None:
+            norms, eps = (attention.q_norm.weight, attention.k_norm.weight), attention.q_norm.eps
+        keys, values = self.rows[attention.index, 0], self.rows[attention.index, 1]
+        return self.kernels.rotate_store(
+            self.linear(x, attention.qkv_proj.weight), positions, self.table, norms, eps, keys, values, slots, starts,
+            self.num_heads, self.dtype,
+        )  # fmt: skip
 
     def mlp(self, mlp: MLP, x: Tensor) -> Parts:
         gated = self.kernels.gated_linear(x, mlp.gate_up_proj.weight, self.num_processors)
@@ -183,3 +189,36 @@ class FusedDFlash:
             return None
         corrections = self.layers.whole(x, conv.kernel_projection.weight)
         return Convolution(conv.base_kernel, corrections, offsets, conv.group_size)
+
+
+class FusedEagle3:
+    def __init__(self, model: Eagle3, rows: Tensor) -> None:
+        self.model = model
+        self.layers = FusedLayers(rows, model.rotary, model.config.layers.num_heads)
+
+    def forward(self, embeddings: Tensor, hidden: Tensor, inputs: PassInputs) -> tuple[Tensor, Tensor]:
+        """Outputs [N, H] of pairs, which the next pairs continue, and the same after the final norm."""
+        fused, layer = self.layers, self.model.midlayer
+        pairs, normed = self._join(embeddings, hidden)
+        x = normed if layer.is_residual_normed else hidden
+        x, normed = fused.add_norm(x, fused.attention(layer.self_attn, pairs, inputs), layer.post_attention_layernorm)
+        return fused.add_norm(x, fused.mlp(layer.mlp, normed), self.model.norm)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        return self.layers.whole(normed, self.model.lm_head.weight)
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        return self.layers.whole(taps, self.model.fc.weight)
+
+    def store_context(
+        self, embeddings: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, starts: Tensor
+    ) -> None:
+        """Keys and values of committed pairs into the cache."""
+        pairs, _ = self._join(embeddings, hidden)
+        self.layers.store(self.model.midlayer.self_attn, pairs, positions, slots, starts)
+
+    def _join(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads [N, 2H], and its second half, the normed hidden states."""
+        layer = self.model.midlayer
+        normed = self.layers.norm(layer.hidden_norm, hidden)
+        return torch.cat((self.layers.norm(layer.input_layernorm, embeddings), normed), dim=-1), normed

@@ -101,3 +101,14 @@ def test_prepared_passes_are_those_that_decoding_uses(monkeypatch: pytest.Monkey
     for pilot in ("fixed:7", "fixed:8", "tree:15", "tree:70"):
         planned.generate(PROMPTS, params, pilot=pilot, is_raw=True)
     assert (set(runner._passes), set(drafter._drafts), set(drafter._views), set(runner._moves)) == recorded
+
+
+def test_taps_that_come_once_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = make_planned(monkeypatch, "llama", drafter=make_dflash())
+    runner, drafter = planned.engine.runner, planned.drafter
+    assert isinstance(runner, PlannedRunner) and isinstance(drafter, PlannedDFlashDrafter)
+    planned.prepare()
+    recorded = set(drafter._views)
+    runner.max_rows = 1  # every check runs unplanned, with taps of its own
+    planned.generate("abcabcab", SamplingParams(max_new_tokens=12), pilot="fixed:4", is_raw=True)
+    assert set(drafter._views) == recorded

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TARGET = "smollm2-135m"
 NO_DFLASH = ("ngram", "none")
-SHARD_SIZES = {"cpu": 16, "cuda": 256}
+SHARD_SIZES = {"cpu": 16, "cuda": 64}
 NUM_SLOTS = {"cpu": 8, "cuda": 32}
 SPLITS = ("calibration", "test", "all")
 
@@ -79,7 +79,7 @@ def _add_record_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--precision", default="float16", help="of stored numbers: float16 or float32 (default: float16)"
     )
-    shard_help = "prompts per file; an interrupted run loses at most one file (default: 16 on a CPU, 256 on a GPU)"
+    shard_help = "prompts per file; an interrupted run loses at most one file (default: 16 on a CPU, 64 on a GPU)"
     group.add_argument("--shard-size", type=int, default=None, metavar="N", help=shard_help)
 
 

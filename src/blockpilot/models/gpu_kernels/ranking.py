@@ -27,7 +27,7 @@ def _rank_chunks(  # type: ignore[no-untyped-def]
     for rank in tl.static_range(0, BEST):
         value, index = tl.max(x, axis=0, return_indices=True)
         tl.store(scores + place * BEST + rank, value)
-        tl.store(ids + place * BEST + rank, chunk * CHUNK + index)
+        tl.store(ids + place * BEST + rank, tl.minimum(chunk * CHUNK + index, size - 1))  # not a number has no place
         x = tl.where(columns == chunk * CHUNK + index, float("-inf"), x)
 
 
@@ -47,7 +47,7 @@ def _merge_chunks(  # type: ignore[no-untyped-def]
     total = highest + tl.log(tl.sum(tl.exp(masses - highest), axis=0))
     for rank in tl.static_range(0, BEST):
         value, index = tl.max(x, axis=0, return_indices=True)
-        token = tl.load(ids + row * num_found + index).to(tl.int64)
+        token = tl.load(ids + row * num_found + tl.minimum(index, num_found - 1)).to(tl.int64)
         if HAS_NAMES:
             token = tl.load(names + token).to(tl.int64)
         tl.store(best + row * BEST + rank, value)

@@ -5,7 +5,7 @@
 
 Needs more than BlockPilot itself; a peer whose package is missing is skipped with one line:
 
-    pip install -e '.[cpu,peers]'       transformers with what it needs to read GGUF files
+    pip install -e '.[compiled,peers]'       transformers with what it needs to read GGUF files
     pip install llama-cpp-python        is compiled; CMAKE_ARGS=-DGGML_NATIVE=ON uses all this CPU offers
     pip install --no-deps dflash        the loop of DFlash's authors, for a GPU (its pinned versions are not needed)
 

@@ -157,7 +157,8 @@ def test_rank_tokens(kernels, dtype: torch.dtype, num_rows: int, size: int, num_
 def test_score_pairs(kernels, dtype: torch.dtype, depth: int, width: int, rank: int) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     ids = torch.randint(0, 50, (2, depth, width), device=DEVICE)
-    given = (random(2, depth, width), ids, integers(3, 4), random(2, depth, rank, dtype=dtype))
+    anchors = integers(3, 9, 9, 4, 9, 9).view(2, 3)[:, 0]  # a column, as in a block of tokens
+    given = (random(2, depth, width), ids, anchors, random(2, depth, rank, dtype=dtype))
     books = [random(50, rank, dtype=dtype) / rank**0.5 for _ in range(2)]
     found, expected = kernels.score_pairs(*given, *books), reference.score_pairs(*given, *books)
     assert_close(found[0], expected[0], dtype)

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         llm = LLM(arguments.target, drafter=arguments.drafter, pilot="ar", config=config, progress=progress)
     if arguments.quick:
-        plan = ProfilePlan.quick(batch_sizes, contexts)
+        plan = ProfilePlan.quick(batch_sizes, contexts, is_gpu=llm.device_type == "cuda")
     else:
         plan = ProfilePlan(batch_sizes=batch_sizes, contexts=contexts)
     costs = _find_costs(llm, plan, is_forced=arguments.force)

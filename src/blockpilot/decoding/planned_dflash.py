@@ -48,6 +48,9 @@ class PlannedDFlashDrafter(DFlashDrafter):
         self._drafts: dict[tuple[int, int, int, int], DraftPass] = {}
         self._views: dict[tuple[int, int], tuple[Staging, Callable[[], None]]] = {}
         self._buffer = TapsBuffer(self._views.clear)
+        # a selector looks at candidates of its own, however many are asked for
+        self._widths = (1, MAX_CANDIDATES) if self.model.candidate_selector is None else (MAX_CANDIDATES,)
+        self._results: tuple[Tensor, Tensor] | None = None  # hidden states and logits, shared by all drafts
 
     @torch.inference_mode()
     def prepare(self, num_requests: int, taps: Tensor) -> None:
@@ -56,7 +59,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
         self._buffer.set(taps)
         usual = round_up(self.block_size + 2, BLOCKS)
         for count in (size for size in BLOCKS if 4 <= size <= usual):
-            for width in (1, MAX_CANDIDATES):
+            for width in self._widths:
                 if rounded * count <= MAX_ROWS:
                     self._draft(rounded, count, CONTEXTS[0], width)
         for count in COUNTS:
@@ -93,8 +96,8 @@ class PlannedDFlashDrafter(DFlashDrafter):
         count = round_up(max(request.block_size for request in requests), BLOCKS)
         if num_requests * count > MAX_ROWS:
             return super().propose(requests)
-        width = 1 if all(request.num_candidates == 1 for request in requests) else MAX_CANDIDATES
-        width = max(width, *(request.num_candidates for request in requests))
+        wanted = max(request.num_candidates for request in requests)
+        width = max(self._widths[0] if wanted == 1 else self._widths[-1], wanted)
         context = context_class([self.cache.lengths[request.slot] for request in requests])
         draft = self._draft(num_requests, count, context, width)
         for request in requests:
@@ -121,7 +124,8 @@ class PlannedDFlashDrafter(DFlashDrafter):
         if key not in self._drafts:
             plan = PassPlan(num_requests, count, context, self.device, self._spare_slot)
             offsets = torch.arange(count, dtype=torch.int32, device=self.device).repeat(num_requests)
-            hidden, logits, ranking = self._rank_blocks(plan, offsets, width)  # once, for the shapes
+            first_hidden, first_logits, ranking = self._rank_blocks(plan, offsets, width)  # once, for the shapes
+            hidden, logits = self._result_buffers(first_hidden, first_logits)
             host = ranking.like(_host_copy)
 
             def run() -> None:
@@ -153,6 +157,14 @@ class PlannedDFlashDrafter(DFlashDrafter):
         anchors = ids.view(plan.num_requests, plan.count)[:, 0]
         ranking = self.rank(hidden, logits, anchor_ids=anchors, temperature=1.0, noise=None, num_candidates=width)
         return hidden, logits, ranking
+
+    def _result_buffers(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Places for results of these shapes. Drafts never run at the same time, so all share the same memory."""
+        if self._results is None:
+            num_rows = min(MAX_ROWS, round_up(self._spare_slot, REQUESTS) * MAX_BLOCK_SIZE)
+            self._results = hidden.new_empty(num_rows, hidden.shape[-1]), logits.new_empty(num_rows, logits.shape[-1])
+        num_rows = hidden.shape[0] * hidden.shape[1]
+        return self._results[0][:num_rows].view_as(hidden), self._results[1][:num_rows].view_as(logits)
 
     def _logits(self, hidden: Tensor, out: Tensor | None) -> Tensor:
         if self._head_weight is not None:

@@ -20,7 +20,7 @@ from blockpilot.models.fused import FusedDecoder
 from blockpilot.models.gpu import capture, check_memory, graph_pool, wait_for
 
 MAX_ROWS = 4096  # tokens of all requests in one planned pass
-MAX_LOGITS_BYTES = 1 << 30  # of all rows together: fewer rows for large vocabularies
+MAX_LOGITS_BYTES = 5 << 28  # of all rows together: fewer rows for large vocabularies
 MAX_ROUTED_ROWS = 64  # the same where experts are routed: every program looks at all of them
 
 

@@ -31,10 +31,12 @@ def ensure_costs(llm: "LLM") -> StepCosts:
     """This machine's costs: remembered, or measured quickly and remembered."""
     is_gpu = llm.device_type == "cuda"
     num_free = llm.engine.runner.cache.num_free
-    # beside a GPU's fast passes it shows what the host does for each request
-    batch_sizes = (1, num_free) if is_gpu and num_free > 1 else (1,)
+    full = 1 << max(num_free, 1).bit_length() - 1  # a power of two: totals of tokens divide by it
+    batch_sizes = (
+        (1, full) if is_gpu and full > 1 else (1,)
+    )  # beside fast passes the host's work for each request shows
     known = load_profile(profile_key(llm))
-    if known is not None and known.max_batch_size >= max(batch_sizes):
+    if known is not None and (known.max_batch_size >= full or not is_gpu or not known.key.get("is_quick")):
         return known
     plan = ProfilePlan.quick(batch_sizes, (min(256, llm.engine.context_length // 2),), is_gpu=is_gpu)
     costs = measure(llm, plan)

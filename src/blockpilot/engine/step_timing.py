@@ -74,14 +74,14 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any]) -> StepCos
         with _filled_slots(llm, batch_size, context) as bench:
             passes = bench.passes(plan, with_drafts=context == plan.contexts[0])
             times = _time_rounds(passes, plan.num_rounds, plan.budget_seconds / len(places))
-            num_rounds = min(num_rounds, *map(len, times.values()))
+            num_rounds = min([num_rounds, *map(len, times.values())])
             if batch_size not in overheads:
                 overheads[batch_size] = float(np.median([bench.overhead() for _ in range(3)]))
             first = next(iter(overheads.values()))
-            more = max(overheads[batch_size] - first, 0.0)  # a larger batch has more to keep, drafted or not
+            more = max(overheads[batch_size] - first, 0.0)  # a larger batch has more to keep and to show the drafter
             for (kind, tokens), values in times.items():
                 found = drafts if kind == "draft" else checks
-                extra = more if kind == "verify" and tokens > 1 else 0.0
+                extra = more if kind == "verify" else 0.0
                 found.append(_point([value + extra for value in values], tokens, batch_size, context))
     overhead = next(iter(overheads.values()))
     return StepCosts(tuple(drafts), tuple(checks), overhead, {**key, "num_rounds": num_rounds})
@@ -101,7 +101,9 @@ class _Bench:
         for slot in self.slots:
             for start in range(0, self.context, token_budget):
                 token_ids = self._tokens(min(token_budget, self.context - start))
-                self._observe([(slot, token_ids)], self.runner.prefill([(slot, token_ids)], self.tap_layers).taps, [0])
+                taps = self.runner.prefill([(slot, token_ids)], self.tap_layers).taps
+                if self.drafter is not None:
+                    self.drafter.observe([Observation(slot, token_ids, taps)])
 
     def passes(self, plan: ProfilePlan, *, with_drafts: bool) -> Passes:
         found: Passes = {}
@@ -205,9 +207,9 @@ def _filled_slots(llm: "LLM", batch_size: int, context: int) -> Iterator[_Bench]
 
 def _time_rounds(passes: Passes, num_rounds: int, budget_seconds: float) -> dict[tuple[str, int], list[float]]:
     """Repeated times of every pass. The first of each only warms up, unless there was no time for a second."""
-    deadline = time.perf_counter() + budget_seconds
     shuffle = random.Random(0)
     times = {name: [_time(run)] for name, run in passes.items()}  # kernels are compiled, shapes prepared at first use
+    deadline = time.perf_counter() + budget_seconds
     for _ in range(num_rounds):
         for name in shuffle.sample(list(passes), len(passes)):
             if time.perf_counter() < deadline:

@@ -145,5 +145,5 @@ def _describe(sets: Sequence[TraceSet], traces: Sequence[Trace], kept: Kept) -> 
         "num_disagreements": sum(trace.num_disagreements for trace in traces),
         "num_traces_by_task": dict(sorted(tasks.items())),
         "sources": [{key: found.manifest.get(key) for key in PER_SOURCE} for found in sets],
-        "is_complete": True,
+        "is_complete": all(found.is_complete for found in sets),
     }

@@ -57,15 +57,28 @@ def test_every_drafter_is_measured_and_leaves_no_trace(drafter: str | None) -> N
         assert again.token_ids == plain.token_ids
 
 
-def test_a_gpu_is_measured_with_a_full_batch_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = make_drafted()
+@pytest.mark.parametrize(("num_slots", "full"), [(4, 4), (6, 4), (3, 2), (1, 1)])
+def test_a_gpu_is_measured_with_a_full_batch_too(monkeypatch: pytest.MonkeyPatch, num_slots: int, full: int) -> None:
+    llm = make_llm(drafter=make_dflash(is_second=True), num_slots=num_slots)
     assert ensure_costs(llm).max_batch_size == 1
     monkeypatch.setattr(llm, "device_type", "cuda")
     costs = ensure_costs(llm)  # what is remembered of a batch of one does not suffice
-    assert costs.max_batch_size == llm.config.num_slots == 4
-    assert max(p.tokens for p in costs.verify if p.batch_size == 1) == 64
-    assert {p.tokens for p in costs.verify if p.batch_size == 4} == {1, 2, 4, 8, 16, 32, 64}
-    assert {p.batch_size for p in costs.draft} == {1, 4}
+    assert costs.max_batch_size == full
+    if full > 1:
+        tokens = {1, 2, 4, 8, 16, 32, 64} | ({5} if full == 2 else set())
+        assert {p.tokens for p in costs.verify if p.batch_size == full} == tokens
+        assert max(p.tokens for p in costs.verify if p.batch_size == 1) == 64
+        assert {p.batch_size for p in costs.draft} == {1, full}
+    remember(costs)
+    monkeypatch.setattr(profile_module, "measure", lambda *_: pytest.fail("measured again"))
+    assert ensure_costs(llm) == costs
+
+
+def test_a_careful_profile_of_one_request_is_kept_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_drafted()
+    monkeypatch.setattr(llm, "device_type", "cuda")
+    costs = remember(measure(llm, PLAN))
+    assert ensure_costs(llm) == costs
 
 
 def test_costs_are_measured_once_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

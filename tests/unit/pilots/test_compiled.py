@@ -143,6 +143,21 @@ def walk(pilot, num_steps: int = 60) -> list[object]:
     return decisions
 
 
+@pytest.mark.parametrize("how", ["absent", "unusable"])
+def test_numba_that_cannot_be_used_is_not_needed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "absent":
+        monkeypatch.setattr(switch, "find_spec", lambda name: None)
+    else:
+        monkeypatch.setattr(switch, "find_spec", lambda name: object())
+        monkeypatch.setitem(sys.modules, "blockpilot.pilots.compiled", None)  # importing it fails
+    switch.load_compiled.cache_clear()
+    try:
+        assert switch.load_compiled() is None
+        assert TreePilot(3).select(make_inputs(), random_candidates(0, depth=7, width=8))
+    finally:
+        switch.load_compiled.cache_clear()
+
+
 @pytest.mark.parametrize("kind", ["step", "chain-step", "tree"])
 def test_without_numba_pilots_work_and_decide_the_same(kind: str) -> None:
     def make():

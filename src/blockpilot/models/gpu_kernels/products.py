@@ -90,6 +90,7 @@ def _route(  # type: ignore[no-untyped-def]
     total = tl.zeros([TOKENS], tl.float32)
     for rank in tl.static_range(0, ACTIVE):
         share, expert = tl.max(x, axis=1, return_indices=True)
+        expert = tl.minimum(expert, EXPERTS - 1)  # not a number has no place
         tl.store(ids + tokens * ACTIVE + rank, expert, mask=is_token)
         tl.store(shares + tokens * ACTIVE + rank, share, mask=is_token)
         total += share

@@ -146,6 +146,7 @@ def score_pairs(
     """
     num_blocks, depth, width = ids.shape
     rank = before.shape[1]
+    anchor_ids = anchor_ids.contiguous()  # often a column of a block of tokens
     first = torch.empty(num_blocks, width, dtype=torch.float32, device=ids.device)
     later = torch.empty(num_blocks, depth - 1, width, width, dtype=torch.float32, device=ids.device)
     overlap = can_overlap(ids.device)

@@ -1,4 +1,7 @@
-"""EAGLE-3 chains out of a graph are those of the CPU, step after step, in float32."""
+"""Drafts out of graphs are those of the CPU, step after step and request by request, in float32.
+
+Texts cannot show a wrong draft: it is refused, and the text stays right.
+"""
 
 from typing import Any
 
@@ -7,25 +10,36 @@ import pytest
 import torch
 
 from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.decoding.eagle3_drafter import Eagle3Drafter
+from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
 from blockpilot.decoding.planned_eagle3 import PlannedEagle3Drafter
 from tests.gpu.conftest import DEVICE
-from tests.tiny import make_decoder, make_eagle3
+from tests.tiny import make_decoder, make_dflash, make_eagle3
 
 pytestmark = pytest.mark.gpu
+KINDS: dict[str, tuple[type[Any], type[Any]]] = {
+    "eagle3": (Eagle3Drafter, PlannedEagle3Drafter),
+    "dflash": (DFlashDrafter, PlannedDFlashDrafter),
+    "dflash2": (DFlashDrafter, PlannedDFlashDrafter),
+}
 
 
-def make_drafter(kind: type[Eagle3Drafter], device: torch.device) -> Eagle3Drafter:
-    model = make_eagle3().to(device).eval().requires_grad_(False)
-    embed = make_decoder().embed_tokens.to(device)
+def make_drafter(kind: type[Any], name: str, device: torch.device) -> Any:
+    model = make_eagle3() if name == "eagle3" else make_dflash(is_second=name == "dflash2")
+    decoder = make_decoder().to(device)
     options: dict[str, Any] = {"num_slots": 4, "context_length": 128, "device": device, "dtype": torch.float32}
-    return kind(model, embed=embed, **options)
+    if name != "eagle3":
+        options["head"] = decoder.lm_head
+    return kind(model.to(device).eval().requires_grad_(False), embed=decoder.embed_tokens, **options)
 
 
 @pytest.mark.parametrize("num_requests", [1, 3])
-def test_chains_are_those_of_the_cpu(num_requests: int) -> None:
-    plain, planned = make_drafter(Eagle3Drafter, torch.device("cpu")), make_drafter(PlannedEagle3Drafter, DEVICE)
+@pytest.mark.parametrize(("name", "num_candidates"), [("eagle3", 1), ("dflash", 1), ("dflash", 4), ("dflash2", 5)])
+def test_drafts_are_those_of_the_cpu(name: str, num_candidates: int, num_requests: int) -> None:
+    kinds = KINDS[name]
+    plain, planned = make_drafter(kinds[0], name, torch.device("cpu")), make_drafter(kinds[1], name, DEVICE)
     random, slots = np.random.default_rng(0), range(num_requests)
     taps = torch.from_numpy(random.normal(size=(64, plain.model.fc.in_features)).astype(np.float32))
     buffer = taps.to(DEVICE)
@@ -36,13 +50,18 @@ def test_chains_are_those_of_the_cpu(num_requests: int) -> None:
         requests = [
             DraftRequest(
                 slot=slot, anchor_id=step + slot, position=lengths[slot], block_size=(4, 8)[step % 2] + slot,
-                num_candidates=1, params=SamplingParams(),
+                num_candidates=num_candidates, params=SamplingParams(),
             )
             for slot in slots
         ]  # fmt: skip
         for found, expected in zip(planned.propose(requests), plain.propose(requests), strict=True):
             np.testing.assert_array_equal(found.token_ids, expected.token_ids)
-            np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-3)
+            for ours, theirs in ((found.log_probs, expected.log_probs), (found.first, expected.first)):
+                assert (ours is None) == (theirs is None)
+                if ours is not None:
+                    np.testing.assert_allclose(ours, theirs, atol=1e-3)
+            if found.pairwise is not None:
+                np.testing.assert_allclose(found.pairwise, expected.pairwise, atol=1e-3)
         counts = random.integers(1, 9, size=num_requests).tolist()
         taps.copy_(torch.from_numpy(random.normal(size=taps.shape)))
         buffer.copy_(taps)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from blockpilot.cli.console import print_columns, print_json, print_note, show_progress
+from blockpilot.cli.interrupts import Interrupts
 from blockpilot.cli.prompt import check_text, read_prompt
 from blockpilot.core.config import EngineConfig
 from blockpilot.core.errors import BlockPilotError, InputError
@@ -131,9 +132,10 @@ def _stream(llm: "LLM", prompt: str, params: SamplingParams, *, is_raw: bool, is
     """Follow the answer to its end. What is shown ends with a line break, also when it is interrupted."""
     last = "\n"
     answer = cast("Generator[Update, None, None]", llm.stream(prompt, params, is_raw=is_raw))
-    with contextlib.closing(answer) as updates:
+    with contextlib.closing(answer) as updates, Interrupts() as interrupts:
         try:
             for update in updates:
+                interrupts.check()
                 if is_shown and update.new_text:
                     sys.stdout.write(update.new_text)
                     sys.stdout.flush()

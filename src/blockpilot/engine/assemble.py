@@ -75,7 +75,7 @@ def build_drafter(
 def build_runner(
     decoder: Decoder, *, num_slots: int, context_length: int, device: torch.device, dtype: torch.dtype
 ) -> TargetRunner:
-    """Planned where the GPU can run it so. On a GPU one attention backend of PyTorch is switched off, for the process."""
+    """Planned where the GPU can run it so. On a GPU an attention backend of PyTorch is switched off for the process."""
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, for a tenth of a second, for every length it meets
     kind = PlannedRunner if can_fuse(device, decoder.config.head_dim) else TargetRunner

@@ -49,6 +49,8 @@ def random_masks(num_requests: int, count: int) -> Tensor:
         (9, 3, 64, 2, 4, 1, False, 1),
         (8, 2, 32, 3, 5, 4, True, 3),
         (4, 4, 48, 1, 1, 2, True, 2),
+        (4, 2, 32, 3, 1, 2, True, 2),
+        (9, 3, 64, 3, 16, 1, False, 2),
         (6, 2, 16, 2, 33, 8, False, 1),
         (32, 8, 128, 1, 129, 16, True, 4),
     ],
@@ -72,7 +74,13 @@ def test_attention(  # type: ignore[no-untyped-def]
         q = module.rotate_store(
             qkv, positions, (angles.cos(), angles.sin()), norms, 1e-6, keys, values, slots, starts, num_heads, dtype
         )
-        results.append((q, keys, values, module.attend(q, keys, values, slots, starts, masks, num_splits, 512)))
+        mixed = module.attend(q, keys, values, slots, starts, masks, num_splits, 512)
+        fused_keys, fused_values = (cache.clone() for cache in caches)
+        fused = module.rotate_attend(
+            qkv, positions, (angles.cos(), angles.sin()), norms, 1e-6, fused_keys, fused_values, slots, starts, masks,
+            num_heads, dtype, num_splits, 512,
+        )  # fmt: skip
+        results.append((q, keys, values, mixed, fused_keys, fused_values, fused))
     for found, expected in zip(*results, strict=True):
         assert_close(found, expected, dtype)
 

@@ -5,7 +5,8 @@ belong to a spare slot, or stand behind a request's own rows; nobody reads what 
 """
 
 from collections.abc import Sequence
-from struct import pack_into
+from functools import lru_cache
+from struct import pack, pack_into
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,7 @@ class PassPlan:
         self._masks = host["masks"].view(np.uint32).reshape(num_requests, count, words)
         self._slots[:] = spare_slot
         self._masks[:, :, 0] = 1
+        self._mask_bytes = host["masks"].data.cast("B")
         self._blank = self.staging.copy()
         self.staging.send()
 
@@ -96,37 +98,69 @@ class PassPlan:
 
     def write_trees(self, trees: Sequence[tuple[int, DraftTree]], lengths: Sequence[int]) -> None:
         """A tree (slot, tree) behind each slot's committed rows."""
-        self.clear()
-        for row, (slot, tree) in enumerate(trees):
-            self._slots[row] = slot
-            self._starts[row] = self._positions[row] = lengths[slot]
-            pack_into(f"<{len(tree)}i", self._ids[row], 0, *tree.token_ids)
-            self._positions[row, : len(tree)] += np.frombuffer(bytes(tree.depths), dtype=np.uint8)
-            self._mark(row, _ancestors(tree))
+        starts = self._place([slot for slot, _ in trees], lengths)
+        self._write_shapes([_tree_shape(tree.parents, self.count) for _, tree in trees], starts)
+        write_rows(self._ids, [tree.token_ids for _, tree in trees])
 
     def write_blocks(self, blocks: Sequence[tuple[int, int, int, int]], lengths: Sequence[int], mask_id: int) -> None:
         """A drafter's block (slot, anchor id, position, size) behind each slot's rows; its tokens see each other."""
-        self.clear()
+        slots, anchor_ids, positions, sizes = zip(*blocks, strict=True)
+        self._place(slots, lengths)
+        self._write_shapes([_block_shape(size, self.count) for size in sizes], positions)
         self._ids[:] = mask_id
-        for row, (slot, anchor_id, position, size) in enumerate(blocks):
-            self._slots[row], self._starts[row], self._positions[row] = slot, lengths[slot], position
-            self._ids[row, 0] = anchor_id
-            self._positions[row, :size] += np.arange(size, dtype=np.int32)
-            self._mark(row, [(1 << size) - 1] * size)
+        self._ids[: len(blocks), 0] = anchor_ids
 
-    def _mark(self, row: int, seen: Sequence[int]) -> None:
-        """Bit i of a token's mask: it sees the request's new row i. Tokens that round up see the first."""
-        num_words = self._masks.shape[2]
-        if num_words in MASK_CODES:
-            pack_into(f"<{len(seen)}{MASK_CODES[num_words]}", self._masks[row], 0, *seen)
-            return
-        packed = b"".join([bits.to_bytes(num_words * WORD // 8, "little") for bits in seen])
-        self._masks[row, : len(seen)] = np.frombuffer(packed, dtype="<u4").reshape(len(seen), -1)
+    def _place(self, slots: Sequence[int], lengths: Sequence[int]) -> list[int]:
+        """One request in each of these slots; where its rows start."""
+        if len(slots) < self.num_requests:
+            self.clear()
+        starts = [lengths[slot] for slot in slots]
+        self._slots[: len(slots)], self._starts[: len(slots)] = slots, starts
+        return starts
+
+    def _write_shapes(self, shapes: Sequence[tuple[bytes, bytes]], positions: Sequence[int]) -> None:
+        """Positions and masks of all requests; `positions` are those of their first tokens."""
+        offsets, masks = zip(*shapes, strict=True)
+        found = np.frombuffer(b"".join(offsets), dtype=np.int32).reshape(len(shapes), self.count)
+        np.add(found, np.array(positions, dtype=np.int32)[:, None], out=self._positions[: len(shapes)])
+        packed = b"".join(masks)
+        self._mask_bytes[: len(packed)] = packed
 
 
-def _ancestors(tree: DraftTree) -> list[int]:
-    """For every node the bits of itself and its ancestors."""
-    seen = [1]
-    for index, parent in enumerate(tree.parents[1:], start=1):
+def write_rows(array: NDArray[Any], rows: Sequence[Sequence[int]]) -> None:
+    """Rows of different lengths into an int32 array [R, n], zeros behind each."""
+    width = array.shape[1]
+    flat: list[int] = []
+    for row in rows:
+        flat += row
+        flat += (0,) * (width - len(row))
+    pack_into(f"<{len(flat)}i", array.data, 0, *flat)
+
+
+@lru_cache(maxsize=4096)
+def _tree_shape(parents: Sequence[int], count: int) -> tuple[bytes, bytes]:
+    """The offsets of a tree's tokens from its first and their masks, for `count` tokens: most shapes come again."""
+    depths, seen = [0], [1]
+    for index, parent in enumerate(parents[1:], start=1):
+        depths.append(depths[parent] + 1)
         seen.append(seen[parent] | 1 << index)
-    return seen
+    return _pack_shape(depths, seen, count)
+
+
+@lru_cache(maxsize=1024)
+def _block_shape(size: int, count: int) -> tuple[bytes, bytes]:
+    """The same of a block whose tokens all see each other."""
+    return _pack_shape(range(size), [(1 << size) - 1] * size, count)
+
+
+def _pack_shape(offsets: Sequence[int], seen: Sequence[int], count: int) -> tuple[bytes, bytes]:
+    """int32 offsets, and masks: bit i says that a token sees the request's new row i.
+
+    Tokens that round up stand and look where the first does.
+    """
+    num_extra, num_words = count - len(seen), -(-count // WORD)
+    packed = pack(f"<{count}i", *offsets, *([0] * num_extra))
+    masks = (*seen, *([1] * num_extra))
+    if num_words in MASK_CODES:
+        return packed, pack(f"<{count}{MASK_CODES[num_words]}", *masks)
+    return packed, b"".join([bits.to_bytes(num_words * WORD // 8, "little") for bits in masks])

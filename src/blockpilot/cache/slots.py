@@ -7,7 +7,7 @@ A finished request gives its slot back with `free`.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from operator import ge
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ class SlotCache:
         `is_moved`: the rows have been gathered already, or will be before anyone reads them.
         """
         start, num_open = self.lengths[slot], self.appended[slot]
-        if any(not before < row < num_open for before, row in pairwise((-1, *path))):
+        if path and (path[0] < 0 or path[-1] >= num_open or any(map(ge, path, path[1:]))):
             raise BlockPilotError(f"KV slot {slot} has {num_open} open rows; {list(path)} is no ascending path in them")
         if not is_moved and not is_contiguous(path):
             source = torch.tensor(path, device=self.rows.device) + start
@@ -88,6 +88,12 @@ class SlotCache:
             slot_rows[..., start : start + len(path), :] = slot_rows.index_select(3, source)
         self.lengths[slot] = start + len(path)
         self.appended[slot] = 0
+
+    def extend(self, slot: int, count: int) -> int:
+        """Commit `count` rows behind the others at once, filled or to be filled; returns the first."""
+        start = self.append(slot, count)
+        self.lengths[slot], self.appended[slot] = start + count, 0
+        return start
 
     def rewind(self, slot: int, length: int) -> None:
         """Forget every row behind the first `length`: what a drafter kept while it looked ahead."""

@@ -1,10 +1,10 @@
 """What the engine reports: one record per decoding step, one completion per request."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """One draft-verify step of one request. Seconds are those of the whole batched step it was part of."""
 
     block_size: int  # draft size given to the drafter; 1: plain decoding

@@ -6,6 +6,7 @@ node before it; block size B is the chain of B nodes.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +23,8 @@ class DraftTree:
     @classmethod
     def build(cls, anchor_id: int, nodes: list[tuple[int, int]]) -> "DraftTree":
         """`nodes` are (parent index, token id) pairs, parents first; index 0 is the anchor."""
-        token_ids, parents, depths = [anchor_id], [-1], [0]
-        for parent, token_id in nodes:
-            if not 0 <= parent < len(token_ids):
-                raise InputError(f"draft tree: parent {parent} does not stand before node {len(token_ids)}")
-            token_ids.append(token_id)
-            parents.append(parent)
-            depths.append(depths[parent] + 1)
-        return cls(tuple(token_ids), tuple(parents), tuple(depths))
+        parents, token_ids = zip(*nodes, strict=True) if nodes else ((), ())
+        return cls((anchor_id, *token_ids), (-1, *parents), _depths(parents))
 
     @classmethod
     def chain(cls, anchor_id: int, drafted_ids: list[int]) -> "DraftTree":
@@ -41,7 +36,7 @@ class DraftTree:
 
     def up_to(self, depth: int) -> "DraftTree":
         """The same tree without its nodes below `depth`."""
-        if max(self.depths) <= depth:
+        if len(self.depths) <= depth or max(self.depths) <= depth:  # no node is deeper than their number
             return self
         kept = [index for index, found in enumerate(self.depths) if found <= depth]
         renamed = {index: place for place, index in enumerate(kept)} | {-1: -1}
@@ -72,3 +67,14 @@ class DraftTree:
         for index, parent in enumerate(self.parents[1:], start=1):
             matrix[index] |= matrix[parent]
         return matrix
+
+
+@lru_cache(maxsize=4096)
+def _depths(parents: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the anchor and the nodes with these parents: the same shapes come again and again."""
+    depths = [0]
+    for parent in parents:
+        if not 0 <= parent < len(depths):
+            raise InputError(f"draft tree: parent {parent} does not stand before node {len(depths)}")
+        depths.append(depths[parent] + 1)
+    return tuple(depths)

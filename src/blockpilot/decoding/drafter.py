@@ -5,8 +5,7 @@ target's taps for those tokens), asked for candidates (`propose`), and told when
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from blockpilot.core.candidates import Candidates
 from blockpilot.core.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True)
-class Observation:
+class Observation(NamedTuple):
     """Tokens that just became part of the target's cache in `slot`."""
 
     slot: int
@@ -33,8 +31,7 @@ def join_taps(observations: Sequence[Observation]) -> Tensor:
     return torch.cat([taps for observation in observations if (taps := observation.own_taps()) is not None])
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftRequest:
+class DraftRequest(NamedTuple):
     slot: int
     anchor_id: int
     position: int  # of the anchor in the sequence

@@ -6,12 +6,14 @@ its noise, follows unplanned from the graph's logits.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from blockpilot.cache.pass_plan import CONTEXTS, REQUESTS, PassPlan, Staging, context_class, round_up
+from blockpilot.cache.pass_plan import CONTEXTS, REQUESTS, PassPlan, Staging, context_class, round_up, write_rows
 from blockpilot.core.candidates import Candidates
 from blockpilot.core.config import MAX_BLOCK_SIZE
 from blockpilot.decoding.dflash_drafter import DFlashDrafter, Ranking, make_candidates
@@ -44,6 +46,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
         is_linear = isinstance(self.head, nn.Linear) and self.head.bias is None
         self._head_weight: Tensor | None = cast(nn.Linear, self.head).weight if is_linear else None
         self._spare_slot = num_slots
+        self._offsets = np.arange(COUNTS[-1], dtype=np.int32)
         self._pool = graph_pool(self.device)
         self._drafts: dict[tuple[int, int, int, int], DraftPass] = {}
         self._views: dict[tuple[int, int], tuple[Staging, Callable[[], None]]] = {}
@@ -78,20 +81,19 @@ class PlannedDFlashDrafter(DFlashDrafter):
             return
         staging, run = self._view(taps, num_requests, count)
         host = staging.host
-        host["slots"][len(observations) :] = self._spare_slot  # what else is old is in range, and nobody reads it
-        for index, observation in enumerate(observations):
-            slot, length = observation.slot, len(observation.token_ids)
-            start = self.cache.lengths[slot]
-            first = index * count
-            host["slots"][index], host["starts"][index] = slot, start
-            host["positions"][first : first + length] = range(start, start + length)
-            host["rows"][first : first + length] = observation.rows
-            self.cache.append(slot, length)
-            self.cache.keep(slot, range(length))
+        starts = [self.cache.extend(observation.slot, len(observation.token_ids)) for observation in observations]
+        num_own = len(observations)
+        host["slots"][:num_own] = [observation.slot for observation in observations]
+        host["slots"][num_own:] = self._spare_slot  # what else is old is in range, and nobody reads it
+        host["starts"][:num_own] = starts
+        positions = host["positions"].reshape(num_requests, count)
+        np.add(host["starts"][:num_own, None], self._offsets[:count], out=positions[:num_own])
+        write_rows(host["rows"].reshape(num_requests, count), [observation.rows or () for observation in observations])
         run()
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
+        """The candidates of greedy requests lie in buffers that later drafts write again: read them before."""
         num_requests = round_up(len(requests), REQUESTS)
         count = round_up(max(request.block_size for request in requests), BLOCKS)
         if num_requests * count > MAX_ROWS:
@@ -109,14 +111,17 @@ class PlannedDFlashDrafter(DFlashDrafter):
         )
         draft.run()
         wait_for(self.device)
-        return [self._candidates(draft, row, request) for row, request in enumerate(requests)]
+        blocks = zip(*(repeat(None) if part is None else part for part in draft.found), strict=False)
+        return [
+            self._candidates(draft, row, request, block)
+            for row, (request, block) in enumerate(zip(requests, blocks, strict=False))
+        ]
 
-    def _candidates(self, draft: DraftPass, row: int, request: DraftRequest) -> Candidates:
+    def _candidates(self, draft: DraftPass, row: int, request: DraftRequest, block: Sequence[Any]) -> Candidates:
         depth = request.block_size - 1
         if not request.params.is_greedy:
             ranking = self._rank_one(request, draft.logits[row, :depth], draft.hidden[row, :depth])
-            return make_candidates(ranking.block(0), depth, request.num_candidates)
-        block = [None if part is None else part[row].copy() for part in draft.found]  # buffers are written again
+            block = ranking.block(0)
         return make_candidates(block, depth, request.num_candidates)
 
     def _draft(self, num_requests: int, count: int, context: int, width: int) -> DraftPass:
@@ -133,7 +138,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
                 _, _, found = self._rank_blocks(plan, offsets, width, hidden, logits)
                 for part, place in zip(found.parts(), host.parts(), strict=True):
                     if part is not None and place is not None:
-                        place.copy_(part, non_blocking=True)
+                        self.fused.layers.kernels.send_back(part, place)
 
             found = [None if part is None else part.numpy() for part in host.parts()]
             self._drafts[key] = DraftPass(plan, capture(run, self.device, self._pool), hidden, logits, found)

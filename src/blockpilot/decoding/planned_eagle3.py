@@ -131,9 +131,7 @@ class PlannedEagle3Drafter(Eagle3Drafter):
         plan, run = self._view(taps, num_requests, count)
         plan.write(observations, self.cache.lengths)
         for observation in observations:
-            length = len(observation.token_ids)
-            self.cache.append(observation.slot, length)
-            self.cache.keep(observation.slot, range(length))
+            self.cache.extend(observation.slot, len(observation.token_ids))
         run()
 
     @torch.inference_mode()
@@ -163,7 +161,7 @@ class PlannedEagle3Drafter(Eagle3Drafter):
             def run() -> None:
                 plan.staging.send()
                 for part, place in zip(self._draft(plan), (token_ids, log_probs), strict=True):
-                    place.copy_(part, non_blocking=True)
+                    self.fused.layers.kernels.send_back(part, place)
 
             recorded = capture(run, self.device, self._pool)
             self._chains[key] = Chain(plan, recorded, token_ids.numpy(), log_probs.numpy())

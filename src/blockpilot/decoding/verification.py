@@ -6,13 +6,12 @@ comes for free) and the walk ends. The emitted tokens are therefore the target's
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from blockpilot.core.tree import DraftTree
 
 
-@dataclass(frozen=True)
-class Acceptance:
+class Acceptance(NamedTuple):
     path: tuple[int, ...]  # node indices whose keys and values stay: the anchor and the accepted nodes
     emitted_ids: tuple[int, ...]  # accepted tokens, then the target's own next token
 

@@ -7,7 +7,7 @@ goes on to the caller, so that the engine stays usable.
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from blockpilot.core.errors import InputError
 from blockpilot.core.records import Completion
@@ -23,8 +23,7 @@ from blockpilot.text.detokenizer import IncrementalDetokenizer
 from blockpilot.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """News of one request after a step."""
 
     request_id: int
@@ -66,7 +65,7 @@ class Engine:
             pilot=pilot,
             eos_token_ids=self.eos_token_ids,
             max_total=self.context_length,
-            detokenizer=IncrementalDetokenizer(self.tokenizer),
+            detokenizer=IncrementalDetokenizer(self.tokenizer, self.tokenizer.pieces),
         )
         self._shown[request_id] = 0
         self.scheduler.add(sequence)

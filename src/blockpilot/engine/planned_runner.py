@@ -42,6 +42,7 @@ class PlannedRunner(TargetRunner):
         self._dtype = dtype
         self._taps: dict[tuple[int, ...], Tensor] = {}  # by the layers that are read
         self._best = torch.empty(self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._best_ids = self._best.numpy()
         self._passes: dict[tuple[int, int, int, tuple[int, ...]], tuple[PassPlan, Callable[[], None]]] = {}
         self._moves: dict[int, tuple[Staging, Callable[[], None]]] = {}
 
@@ -73,7 +74,7 @@ class PlannedRunner(TargetRunner):
             self._logits[:num_rows],
             self._taps[tuple(tap_layers)] if tap_layers else None,
             range(0, num_rows, count),
-            best=self._best[:num_rows].tolist(),
+            best=self._best_ids[:num_rows].tolist(),
         )
 
     @torch.inference_mode()
@@ -111,7 +112,7 @@ class PlannedRunner(TargetRunner):
         normed = self.fused.forward(plan.inputs, tap_layers, taps)
         logits = self.fused.logits(normed, out=self._logits[:num_rows])
         _, best, _ = self.fused.layers.kernels.rank_tokens(logits, 1)
-        self._best[:num_rows].copy_(best[:, 0], non_blocking=True)
+        self.fused.layers.kernels.send_back(best[:, 0], self._best[:num_rows])
 
     def _move(self, num_requests: int) -> tuple[Staging, Callable[[], None]]:
         if num_requests not in self._moves:

@@ -31,6 +31,10 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self._stops = StopMatcher(self.params.stop)
+        self._end_ids = frozenset(self.params.stop_token_ids)
+        if not self.params.ignore_eos:
+            self._end_ids |= self.eos_token_ids
+        self._max_output = min(self.params.max_new_tokens, self.max_total - len(self.prompt_ids))
 
     @property
     def is_prefilled(self) -> bool:
@@ -47,15 +51,15 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens the answer may still gain."""
-        by_limit = self.params.max_new_tokens - len(self.output_ids)
-        return min(by_limit, self.max_total - len(self.prompt_ids) - len(self.output_ids))
+        return self._max_output - len(self.output_ids)
 
     def pilot_inputs(self, *, batch_size: int, max_block_size: int, trained_block_size: int) -> PilotInputs:
+        num_output = len(self.output_ids)
         return PilotInputs(
             num_steps=len(self.steps),
-            context_length=self.anchor_position,
+            context_length=len(self.prompt_ids) + num_output - 1,
             batch_size=batch_size,
-            num_remaining=self.num_remaining,
+            num_remaining=self._max_output - num_output,
             max_block_size=max_block_size,
             trained_block_size=trained_block_size,
             temperature=self.params.temperature,
@@ -74,10 +78,9 @@ class Sequence:
         return len(token_ids)
 
     def _find_end(self, token_id: int) -> str | None:
-        is_eos = token_id in self.eos_token_ids and not self.params.ignore_eos
-        if is_eos or token_id in self.params.stop_token_ids or self._stops.is_stopped:
+        if token_id in self._end_ids or self._stops.is_stopped:
             return "stop"
-        return "length" if self.num_remaining <= 0 else None
+        return "length" if len(self.output_ids) >= self._max_output else None
 
     def _close_text(self) -> None:
         """Show what was held back; a stop string may complete in it. After a stop there is nothing left to show."""

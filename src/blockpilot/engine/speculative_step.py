@@ -28,7 +28,7 @@ from blockpilot.pilots.base import PilotInputs
 def speculative_step(sequences: Collection[Sequence], runner: TargetRunner, drafter: Drafter | None) -> None:
     """Advance every sequence by one step; finished ones carry a finish_reason afterwards."""
     started = time.perf_counter()
-    inputs = [_inputs(sequence, drafter, len(sequences)) for sequence in sequences]
+    inputs = _inputs(sequences, drafter)
     sizes = [_draft_size(sequence, given) for sequence, given in zip(sequences, inputs, strict=True)]
     chosen = time.perf_counter()
     candidates = _draft(sequences, sizes, drafter)
@@ -43,7 +43,7 @@ def speculative_step(sequences: Collection[Sequence], runner: TargetRunner, draf
     verified = time.perf_counter()
     kept = [acceptance.path for acceptance in acceptances]
     runner.keep([(sequence.slot, path) for sequence, path in zip(sequences, kept, strict=True)])
-    _observe(sequences, trees, kept, result, drafter)  # a GPU works on it while the host makes text of tokens
+    _observe(sequences, acceptances, result, drafter)  # a GPU works on it while the host makes text of tokens
     counts = [
         sequence.commit(acceptance.emitted_ids) for sequence, acceptance in zip(sequences, acceptances, strict=True)
     ]
@@ -62,12 +62,12 @@ def speculative_step(sequences: Collection[Sequence], runner: TargetRunner, draf
         )
 
 
-def _inputs(sequence: Sequence, drafter: Drafter | None, batch_size: int) -> PilotInputs:
-    return sequence.pilot_inputs(
-        batch_size=batch_size,
-        max_block_size=drafter.max_block_size if drafter else 1,
-        trained_block_size=drafter.block_size if drafter else 1,
-    )
+def _inputs(sequences: Collection[Sequence], drafter: Drafter | None) -> list[PilotInputs]:
+    largest, trained = (drafter.max_block_size, drafter.block_size) if drafter else (1, 1)
+    return [
+        sequence.pilot_inputs(batch_size=len(sequences), max_block_size=largest, trained_block_size=trained)
+        for sequence in sequences
+    ]
 
 
 def _draft_size(sequence: Sequence, inputs: PilotInputs) -> int:
@@ -78,24 +78,22 @@ def _draft_size(sequence: Sequence, inputs: PilotInputs) -> int:
 
 
 def _draft(sequences: Collection[Sequence], sizes: Collection[int], drafter: Drafter | None) -> list[Candidates | None]:
-    rows = [index for index, size in enumerate(sizes) if size > 1]
-    found: list[Candidates | None] = [None] * len(sequences)
-    if drafter is None or not rows:
-        return found
     requests = [
         DraftRequest(
-            slot=sequences[row].slot,
-            anchor_id=sequences[row].anchor_id,
-            position=sequences[row].anchor_position,
-            block_size=sizes[row],
-            num_candidates=sequences[row].pilot.num_candidates,
-            params=sequences[row].params,
+            slot=sequence.slot,
+            anchor_id=sequence.anchor_id,
+            position=sequence.anchor_position,
+            block_size=size,
+            num_candidates=sequence.pilot.num_candidates,
+            params=sequence.params,
         )
-        for row in rows
+        for sequence, size in zip(sequences, sizes, strict=True)
+        if size > 1
     ]
-    for row, proposal in zip(rows, drafter.propose(requests), strict=True):
-        found[row] = proposal
-    return found
+    if drafter is None or not requests:
+        return [None] * len(sequences)
+    proposals = iter(drafter.propose(requests))
+    return [next(proposals) if size > 1 else None for size in sizes]
 
 
 def _select(sequence: Sequence, inputs: PilotInputs, candidates: Candidates | None) -> DraftTree:
@@ -122,8 +120,7 @@ def _accept(sequences: Collection[Sequence], trees: Collection[DraftTree], resul
 
 def _observe(
     sequences: Collection[Sequence],
-    trees: Collection[DraftTree],
-    kept: Collection[Collection[int]],
+    acceptances: Collection[Acceptance],
     result: PassResult,
     drafter: Drafter | None,
 ) -> None:
@@ -131,9 +128,9 @@ def _observe(
     if drafter is None:
         return
     observations = []
-    for sequence, tree, path, start in zip(sequences, trees, kept, result.row_starts, strict=True):
+    for sequence, (path, emitted_ids), start in zip(sequences, acceptances, result.row_starts, strict=True):
         if sequence.pilot.num_candidates:
-            token_ids = [tree.token_ids[node] for node in path]
+            token_ids = (sequence.anchor_id, *emitted_ids[:-1])
             observations.append(Observation(sequence.slot, token_ids, result.taps, [start + node for node in path]))
     if observations:
         drafter.observe(observations)

@@ -66,24 +66,23 @@ class FusedLayers:
 
     def attention(self, attention: Attention, x: Tensor, inputs: PassInputs) -> Parts:
         """Everything between the norm and the residual addition; the cache gets the new rows."""
-        kernels, slots, starts = self.kernels, inputs.slots, inputs.starts
-        q = self.store(attention, x, inputs.positions, slots, starts)
-        keys, values = self.rows[attention.index, 0], self.rows[attention.index, 1]
-        num_kv_heads = keys.shape[1]
-        tiles = -(-inputs.count * (self.num_heads // num_kv_heads) // kernels.MAX_TILE)
-        splits = kernels.choose_splits(inputs.num_requests, num_kv_heads, tiles, self.num_processors, inputs.context)
-        mixed = kernels.attend(q, keys, values, slots, starts, inputs.masks, splits, inputs.context)
+        keys = self.rows[attention.index, 0]
+        tiles = -(-inputs.count * (self.num_heads // keys.shape[1]) // self.kernels.MAX_TILE)
+        splits = self.kernels.choose_splits(
+            inputs.num_requests, keys.shape[1], tiles, self.num_processors, inputs.context
+        )
+        mixed = self.kernels.rotate_attend(
+            self.linear(x, attention.qkv_proj.weight), inputs.positions, self.table, *_head_norms(attention), keys,
+            self.rows[attention.index, 1], inputs.slots, inputs.starts, inputs.masks, self.num_heads, self.dtype,
+            splits, inputs.context,
+        )  # fmt: skip
         return self.linear(mixed, attention.o_proj.weight)
 
-    def store(self, attention: Attention, x: Tensor, positions: Tensor, slots: Tensor, starts: Tensor) -> Tensor:
-        """Keys and values of new rows into the cache; returns their queries."""
-        norms, eps = None, 0.0
-        if attention.q_norm is not None and attention.k_norm is not None:
-            norms, eps = (attention.q_norm.weight, attention.k_norm.weight), attention.q_norm.eps
-        keys, values = self.rows[attention.index, 0], self.rows[attention.index, 1]
-        return self.kernels.rotate_store(
-            self.linear(x, attention.qkv_proj.weight), positions, self.table, norms, eps, keys, values, slots, starts,
-            self.num_heads, self.dtype,
+    def store(self, attention: Attention, x: Tensor, positions: Tensor, slots: Tensor, starts: Tensor) -> None:
+        """Keys and values of new rows into the cache."""
+        self.kernels.rotate_store(
+            self.linear(x, attention.qkv_proj.weight), positions, self.table, *_head_norms(attention),
+            self.rows[attention.index, 0], self.rows[attention.index, 1], slots, starts, self.num_heads, self.dtype,
         )  # fmt: skip
 
     def mlp(self, mlp: MLP, x: Tensor) -> Parts:
@@ -97,6 +96,12 @@ class FusedLayers:
         self, x: Tensor, delta: Parts, norm: RMSNorm, convolution: Convolution | None = None
     ) -> tuple[Tensor, Tensor]:
         return self.kernels.add_norm(x, delta, norm.weight, norm.eps, convolution)
+
+
+def _head_norms(attention: Attention) -> tuple[tuple[Tensor, Tensor] | None, float]:
+    if attention.q_norm is None or attention.k_norm is None:
+        return None, 0.0
+    return (attention.q_norm.weight, attention.k_norm.weight), attention.q_norm.eps
 
 
 class FusedDecoder:

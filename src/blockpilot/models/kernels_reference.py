@@ -57,9 +57,10 @@ class Kernels(Protocol):
         eps: float, keys: Tensor, values: Tensor, slots: Tensor, starts: Tensor, num_heads: int, dtype: torch.dtype,
     ) -> Tensor: ...  # fmt: skip
 
-    def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, starts: Tensor, masks: Tensor, num_splits: int,
-        context: int,
+    def rotate_attend(
+        self, qkv: Parts, positions: Tensor, table: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor] | None,
+        eps: float, keys: Tensor, values: Tensor, slots: Tensor, starts: Tensor, masks: Tensor, num_heads: int,
+        dtype: torch.dtype, num_splits: int, context: int,
     ) -> Tensor: ...  # fmt: skip
 
     def add_norm(
@@ -90,6 +91,8 @@ class Kernels(Protocol):
     def rank_tokens(
         self, logits: Tensor, num_best: int, names: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def send_back(self, source: Tensor, place: Tensor) -> None: ...
 
     def score_pairs(
         self, scores: Tensor, ids: Tensor, anchor_ids: Tensor, projected: Tensor, before: Tensor, behind: Tensor
@@ -144,6 +147,16 @@ def attend(
         mixed = F.scaled_dot_product_attention(q[own].transpose(0, 1)[None], k, v, attn_mask=seen)
         outputs.append(mixed[0].transpose(0, 1).reshape(count, -1))
     return torch.cat(outputs)
+
+
+def rotate_attend(
+    qkv: Parts, positions: Tensor, table: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor] | None, eps: float,
+    keys: Tensor, values: Tensor, slots: Tensor, starts: Tensor, masks: Tensor, num_heads: int, dtype: torch.dtype,
+    num_splits: int, context: int,
+) -> Tensor:  # fmt: skip
+    """`rotate_store` and `attend`."""
+    q = rotate_store(qkv, positions, table, norms, eps, keys, values, slots, starts, num_heads, dtype)
+    return attend(q, keys, values, slots, starts, masks, num_splits, context)
 
 
 def add_norm(
@@ -237,6 +250,11 @@ def score_pairs(
     later = (before[ids[:, :-1]] * projected[:, 1:, None]) @ children[:, 1:]
     first, later = scores[:, 0] + first[:, 0].float(), scores[:, 1:, None] + later.float()
     return first.log_softmax(dim=-1), later.log_softmax(dim=-1)
+
+
+def send_back(source: Tensor, place: Tensor) -> None:
+    """A result into memory of the host."""
+    place.copy_(source)
 
 
 def _places(slots: Tensor, starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ our engine, in replay and inside other engines.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from blockpilot.core.candidates import Candidates
 
@@ -27,8 +27,7 @@ class PrefillState:
     hidden: "Tensor"  # [H], the last prompt token's final hidden state
 
 
-@dataclass(frozen=True, kw_only=True)
-class PilotInputs:
+class PilotInputs(NamedTuple):
     """What a pilot may know before it decides on one request's next step."""
 
     num_steps: int  # steps this request has taken so far

@@ -233,6 +233,19 @@ def grow(  # type: ignore[no-untyped-def]  # pragma: no cover
     return nodes, promised, deepest, (head[0], head[1], head[2])  # a tuple is handed over faster than an array
 
 
+@compiled(int64[:, ::1], float32[:, ::1], float32[::1], float32[:, :, ::1], int64)
+def best_chain(token_ids, log_probs, first, pairwise, max_nodes):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """The token ids of `grow_chain`."""
+    chain, rank = np.empty(min(len(token_ids), max_nodes), np.int64), 0
+    for position in range(len(chain)):
+        scores = log_probs[position]
+        if len(first):
+            scores = first if position == 0 else pairwise[position - 1, rank]
+        rank = _best(scores, len(scores))
+        chain[position] = token_ids[position, rank]
+    return chain
+
+
 @helper
 def _rounded(value):  # type: ignore[no-untyped-def]  # pragma: no cover
     """As `Recent.features` are."""

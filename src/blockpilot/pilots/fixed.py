@@ -31,6 +31,9 @@ class FixedPilot(Pilot):
     block_size: int
     num_candidates: int = 1
 
+    def __post_init__(self) -> None:
+        switch.load_compiled()
+
     @property
     def name(self) -> str:
         return f"fixed:{self.block_size}"

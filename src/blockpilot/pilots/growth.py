@@ -37,6 +37,9 @@ def grow_chain(candidates: Candidates, max_nodes: int) -> Nodes:
     """The single best path: at every position the likeliest child of the one before."""
     if candidates.tree is not None:
         return [(parent, token_id) for _, parent, token_id in islice(proposed_chain(candidates.tree), max_nodes)]
+    compiled = switch.load_compiled()
+    if compiled is not None:
+        return list(enumerate(compiled.best_chain(*_plain_arrays(candidates), max_nodes).tolist()))
     nodes: Nodes = []
     rank = 0
     for position, children in enumerate(candidates.best_children()[:max_nodes]):

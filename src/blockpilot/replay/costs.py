@@ -8,7 +8,7 @@ from typing import Protocol
 class StepCosts(Protocol):
     """Milliseconds of a machine. `tokens` is what the target checks per request: anchor and nodes.
 
-    An `overhead_ms`, where there is one, is added to every step.
+    An `overhead_ms`, where there is one, is added to every step of a request that drafts.
     """
 
     def draft_ms(self, block_size: int, batch_size: int = 1) -> float: ...

@@ -25,10 +25,11 @@ def simulate(trace: Trace, pilot: Pilot, costs: StepCosts | None = None, *, batc
     if isinstance(pilot, FixedPilot) and pilot.block_size in trace.setting.sizes:
         return walk_chain(trace, pilot.block_size, costs, batch_size=batch_size)
     steps: list[SimulatedStep] = []
-    anchor = 0
+    anchor, is_watched = 0, pilot.num_candidates > 0
     while anchor < trace.num_anchors:
         inputs = _inputs(trace, steps, anchor, batch_size)
-        steps.append(_price(trace, _step(trace, pilot, inputs, anchor), costs, batch_size))
+        step = _step(trace, pilot, inputs, anchor)
+        steps.append(_price(trace, step, costs, batch_size=batch_size, is_watched=is_watched))
         anchor += steps[-1].emitted
     return steps
 
@@ -38,30 +39,42 @@ def walk_chain(trace: Trace, size: int, costs: StepCosts | None = None, *, batch
     steps: list[SimulatedStep] = []
     anchor = 0
     while anchor < trace.num_anchors:
-        steps.append(chain_step(trace, size, anchor, costs=costs, batch_size=batch_size))
-        anchor += steps[-1].emitted
+        step = chain_step(trace, size, anchor, costs=costs, batch_size=batch_size, is_watched=size > 1)
+        steps.append(step)
+        anchor += step.emitted
     return steps
 
 
 def chain_step(
-    trace: Trace, size: int, anchor: int, *, costs: StepCosts | None = None, batch_size: int = 1
+    trace: Trace,
+    size: int,
+    anchor: int,
+    *,
+    costs: StepCosts | None = None,
+    batch_size: int = 1,
+    is_watched: bool = True,
 ) -> SimulatedStep:
-    """One step of a chain. Like the engine, it checks no more than may be emitted and does not draft the last token."""
+    """One step of a chain. Like the engine, it checks no more than may be emitted and does not draft the last token.
+
+    `is_watched`: a drafter is shown what was kept, as it is unless the whole request decodes plainly.
+    """
     num_remaining = trace.max_new_tokens - anchor - 1
     if size == 1 or num_remaining <= 1:
         step = _plain_step(anchor)
     else:
         emitted = int(trace.emitted[anchor, trace.column(size)])
         step = SimulatedStep(anchor=anchor, block_size=size, verify_size=min(size, num_remaining), emitted=emitted)
-    return _price(trace, step, costs, batch_size)
+    return _price(trace, step, costs, batch_size=batch_size, is_watched=is_watched)
 
 
-def _price(trace: Trace, step: SimulatedStep, costs: StepCosts | None, batch_size: int) -> SimulatedStep:
+def _price(
+    trace: Trace, step: SimulatedStep, costs: StepCosts | None, *, batch_size: int, is_watched: bool
+) -> SimulatedStep:
     if costs is None:
         return step
     draft = costs.draft_ms(step.block_size, batch_size) if step.block_size > 1 else 0.0
     verify = costs.verify_ms(step.verify_size, batch_size, trace.num_prompt_tokens + step.anchor)
-    overhead = getattr(costs, "overhead_ms", 0.0)  # where the costs know what a step takes beside its two passes
+    overhead = getattr(costs, "overhead_ms", 0.0) if is_watched else 0.0  # nearly all of it is the drafter's look
     return replace(step, milliseconds=draft + verify + overhead)
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders
 
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import ensure_folder, write_text
 from blockpilot.text.chat_template import Message, compile_template, render_template
+from blockpilot.text.detokenizer import Pieces
 from blockpilot.text.gguf_vocabulary import build_backend
 
 if TYPE_CHECKING:
@@ -86,6 +88,11 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         added = self.backend.get_added_tokens_decoder()
         return frozenset(index for index, token in added.items() if token.special)
+
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """The text of single tokens, for vocabularies of bytes; other decoders look at a token's neighbours."""
+        return Pieces(self.decode) if isinstance(self.backend.decoder, decoders.ByteLevel) else None
 
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids

@@ -40,6 +40,28 @@ def test_trees_of_all_sizes(size: int, count: int) -> None:
     assert (found["masks"][:, size:, 0] == 1).all() and (found["masks"][1].sum(axis=-1) == 1).all()
 
 
+def test_trees_of_different_sizes_side_by_side() -> None:
+    trees = [(slot, random_tree(size, seed=slot)) for slot, size in ((2, 5), (0, 12), (3, 1), (1, 7))]
+    together = make_plan(4, 12)
+    together.write_trees(trees, LENGTHS)
+    for row, tree in enumerate(trees):
+        alone = make_plan(1, 12)
+        alone.write_trees([tree], LENGTHS)
+        for name, array in read(alone).items():
+            np.testing.assert_array_equal(read(together)[name][row : row + 1], array)
+
+
+def test_blocks_of_different_sizes_side_by_side() -> None:
+    blocks = [(1, 9, 23, 6), (3, 8, 41, 2), (0, 7, 11, 8)]
+    together = make_plan(4, 8)
+    together.write_blocks(blocks, LENGTHS, mask_id=2)
+    for row, block in enumerate(blocks):
+        alone = make_plan(1, 8)
+        alone.write_blocks([block], LENGTHS, mask_id=2)
+        for name, array in read(alone).items():
+            np.testing.assert_array_equal(read(together)[name][row : row + 1], array)
+
+
 def test_nothing_is_left_of_the_pass_before() -> None:
     plan, fresh = make_plan(2, 64), make_plan(2, 64)
     plan.write_trees([(0, random_tree(60, seed=1)), (2, random_tree(64, seed=2))], LENGTHS)

@@ -125,6 +125,14 @@ def test_open_rows_can_be_kept_only_once() -> None:
         cache.keep(0, (1,))
 
 
+def test_extend_is_append_and_keep() -> None:
+    cache = make_cache()
+    assert [cache.extend(1, 3), cache.extend(1, 4)] == [0, 3]
+    assert cache.lengths == [0, 7] and cache.appended == [0, 0]
+    with pytest.raises(BlockPilotError, match=r"7 \+ 4 do not fit"):
+        cache.extend(1, 4)
+
+
 def test_rewind_forgets_rows_kept_on_trial() -> None:
     cache = make_cache()
     kept = as_stored(*append_rows(cache, 0, 3))

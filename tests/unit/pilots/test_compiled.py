@@ -16,7 +16,7 @@ from blockpilot.pilots.calibration import FEATURES, IDENTITY, Calibration
 from blockpilot.pilots.cost_model import CostPoint, StepCosts
 from blockpilot.pilots.fixed import TreePilot
 from blockpilot.pilots.forecast import MAX_AVERAGE, Forecast, Recent
-from blockpilot.pilots.growth import grow_calibrated, grow_tree, smallest_rises
+from blockpilot.pilots.growth import grow_calibrated, grow_chain, grow_tree, smallest_rises
 from blockpilot.pilots.step import StepPilot
 from tests.unit.pilots.pieces import log_softmax, make_inputs, random_candidates
 
@@ -97,6 +97,15 @@ def test_the_same_nodes_are_likeliest(candidates, num_nodes) -> None:
     with without_numba():
         plain = grow_tree(candidates, num_nodes)
     assert nodes == plain
+
+
+@needs_numba
+@settings(max_examples=100, deadline=None)
+@given(drafts(), st.integers(0, 40))
+def test_the_same_chain_is_likeliest(candidates, max_nodes) -> None:
+    nodes = grow_chain(candidates, max_nodes)
+    with without_numba():
+        assert nodes == grow_chain(candidates, max_nodes)
 
 
 @needs_numba
@@ -193,8 +202,7 @@ def run_python(code: str, **environment: str) -> str:
 
 def test_numba_is_not_loaded_before_a_pilot_needs_it() -> None:
     code = (
-        "import sys; from blockpilot.pilots.registry import load_pilot\n"
-        "load_pilot('fixed:8'); print('numba' in sys.modules)"
+        "import sys; from blockpilot.pilots.registry import load_pilot\nload_pilot('ar'); print('numba' in sys.modules)"
     )
     assert run_python(code, PYTHONPATH="src").strip() == "False"
 

@@ -10,6 +10,7 @@ import pytest
 
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.base import Pilot, PilotInputs, PrefillState
+from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.fixed import FixedPilot, PlainPilot, TreePilot
 from blockpilot.replay.costs import SimulatedStep, total
 from blockpilot.replay.oracles import oracle_request, oracle_steps
@@ -147,6 +148,18 @@ def walk_sizes(trace: Trace, sizes: Sequence[int], costs: LinearCosts) -> list[S
         steps.append(chain_step(trace, sizes[anchor], anchor, costs=costs))
         anchor += steps[-1].emitted
     return steps
+
+
+def test_a_request_that_never_drafts_is_spared_the_overhead(tmp_path: Path) -> None:
+    free = StepCosts.linear(slope=0.5)
+    costs = StepCosts(free.draft, free.verify, overhead_ms=2.0)
+    trace = next(iter(run_collect(make_pair(), tmp_path, count=1)))
+    plain = milliseconds(simulate(trace, PlainPilot(), free))
+    assert milliseconds(simulate(trace, PlainPilot(), costs)) == milliseconds(walk_chain(trace, 1, costs)) == plain
+    for pilot in (FixedPilot(5), TreePilot(4, draft_size=8), MoodyPilot()):
+        steps = simulate(trace, pilot, costs)
+        assert milliseconds(steps) == pytest.approx(milliseconds(simulate(trace, pilot, free)) + 2.0 * len(steps))
+    assert milliseconds(oracle_steps(trace, costs)) <= plain
 
 
 def test_totals_pool_all_requests(tmp_path: Path) -> None:

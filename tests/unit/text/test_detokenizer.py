@@ -39,6 +39,29 @@ def test_any_bytes_join_to_what_decoding_gives(ids: list[int]) -> None:
     assert returned + detokenizer.flush() == TOKENIZER.decode(ids)
 
 
+@given(ALL_IDS)
+def test_pieces_that_are_looked_up_are_those_that_decoding_gives(ids: list[int]) -> None:
+    decoding, looking = IncrementalDetokenizer(TOKENIZER), IncrementalDetokenizer(TOKENIZER, TOKENIZER.pieces)
+    for token_id in ids:
+        assert looking.push(token_id) == decoding.push(token_id)
+        assert looking.text == decoding.text
+    assert looking.flush() == decoding.flush()
+
+
+def test_whole_characters_are_looked_up_and_parts_of_them_are_decoded() -> None:
+    pieces = TOKENIZER.pieces
+    assert pieces is not None
+    assert [pieces[index] for index in TOKENIZER.encode("aé")] == ["a", "", ""]
+    assert pieces[1] == ""  # a special token is skipped
+
+    class Refusing:
+        def decode(self, token_ids: Sequence[int], /) -> str:
+            raise AssertionError(f"{token_ids} need not be decoded")
+
+    detokenizer = IncrementalDetokenizer(Refusing(), pieces)
+    assert [detokenizer.push(index) for index in TOKENIZER.encode("abc")] == ["a", "b", "c"]
+
+
 def test_emoji_appears_once_it_is_whole() -> None:
     ids = TOKENIZER.encode("a😀b")
     assert len(ids) == 6
@@ -79,5 +102,7 @@ def test_leading_spaces_of_sentencepiece_decoders_survive() -> None:
     """Such decoders strip the first space of whatever they are given, so no piece may be decoded on its own."""
     backend = Backend(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2}, unk_token="▁one"))
     backend.decoder = decoders.Metaspace()
-    detokenizer = IncrementalDetokenizer(Tokenizer(backend, special_tokens={}))
+    tokenizer = Tokenizer(backend, special_tokens={})
+    detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.pieces)
+    assert tokenizer.pieces is None
     assert [detokenizer.push(index) for index in (0, 1, 2, 0)] == ["one", " two", " three", " one"]

@@ -5,12 +5,14 @@
     routed_mlp     the same through the experts that a router chooses, reading no other's weights
     rotate_store   per head: q/k norm, rotary, keys and values into their cache rows
     attend         queries of all requests over the filled part of their slots, split over the context, tree masks
+    rotate_attend  both at once where a request has few tokens
     add_norm       residual addition and the RMSNorm behind it; of DFlash 2, the convolution before the addition too
     gate           silu(gate) * up of a product made elsewhere
     rank_tokens    the best tokens of every row of logits and their log-probabilities
     score_pairs    DFlash 2's selector: how likely a child is after each parent
     convolve       DFlash 2's convolution before a sublayer
     gumbel         the noise of sampling
+    send_back      results into the host's memory
     store_context  a drafter's keys and values of committed tokens into their cache rows
     move_rows      accepted cache rows to their places
 
@@ -24,11 +26,12 @@ from blockpilot.models.gpu_kernels.attention import (
     attend,
     choose_splits,
     move_rows,
+    rotate_attend,
     rotate_store,
     store_context,
 )
 from blockpilot.models.gpu_kernels.products import gated_linear, linear, routed_mlp
-from blockpilot.models.gpu_kernels.ranking import gumbel, rank_tokens, score_pairs
+from blockpilot.models.gpu_kernels.ranking import gumbel, rank_tokens, score_pairs, send_back
 from blockpilot.models.gpu_kernels.sublayers import add_norm, convolve, gate
 
 __all__ = [
@@ -43,8 +46,10 @@ __all__ = [
     "linear",
     "move_rows",
     "rank_tokens",
+    "rotate_attend",
     "rotate_store",
     "routed_mlp",
     "score_pairs",
+    "send_back",
     "store_context",
 ]

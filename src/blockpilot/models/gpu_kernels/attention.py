@@ -13,6 +13,7 @@ from blockpilot.models.kernels_reference import Parts
 BLOCK_KEYS = 64
 MAX_TILE = 64
 MAX_SPLITS = 64
+MIN_ROTATED_DIM = 128  # `_rotate_attend` measured slower than two kernels for smaller heads
 NEVER = tl.constexpr(-1.0e30)
 
 
@@ -59,15 +60,140 @@ def _rotate_store(  # type: ignore[no-untyped-def]
         tl.store(values + kv_place + dims, x.to(values.dtype.element_ty), mask=is_dim & (head >= HEADS + KV))
 
 
+@triton.jit
+def _mix(scores, value_tile, best, mass, mixed):  # type: ignore[no-untyped-def]
+    """One more tile of keys and values in a running softmax."""
+    higher = tl.maximum(best, tl.max(scores, axis=1))
+    shrink = tl.exp(best - higher)
+    weights = tl.exp(scores - higher[:, None])
+    mass = mass * shrink + tl.sum(weights, axis=1)
+    mixed = mixed * shrink[:, None] + tl.dot(weights.to(value_tile.dtype), value_tile, input_precision="ieee")
+    return higher, mass, mixed
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotate_halves(  # type: ignore[no-untyped-def]
+    parts, offsets, is_there, cosines, sines, weight, eps, part_stride,
+    DIM: tl.constexpr, HAS_NORM: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Both halves [N, D/2] of heads that begin at `offsets`, summed, normed and rotated."""
+    dims = tl.arange(0, DIM // 2)
+    places = offsets[:, None] + dims[None, :]
+    left = sum_parts(parts, places, part_stride, is_there[:, None], PARTS)
+    right = sum_parts(parts, places + DIM // 2, part_stride, is_there[:, None], PARTS)
+    if HAS_NORM:
+        scale = tl.rsqrt((tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)) / DIM + eps)[:, None]
+        left = left * scale * tl.load(weight + dims).to(tl.float32)[None, :]
+        right = right * scale * tl.load(weight + DIM // 2 + dims).to(tl.float32)[None, :]
+    return left * cosines - right * sines, right * cosines + left * sines
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotate_attend(  # type: ignore[no-untyped-def]
+    qkv, positions, cos, sin, q_weight, k_weight, keys, values, slots, starts, masks, out, partial, stats, eps, scale,
+    part_stride, slot_stride, capacity, num_rows,
+    COUNT: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    NEW: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, HAS_NORM: tl.constexpr,
+    PARTS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    if IS_OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+    request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group: tl.constexpr = HEADS // KV
+    half: tl.constexpr = DIM // 2
+    rows = tl.arange(0, TILE)
+    is_row = rows < COUNT * group
+    tokens = request * COUNT + tl.where(is_row, rows // group, 0)
+    heads = head * group + rows % group
+    dims, halves = tl.arange(0, DIM), tl.arange(0, half)
+    # what earlier passes stored does not depend on the kernel before: the first tile is loaded while that one ends
+    start = tl.load(starts + request)
+    base = tl.load(slots + request).to(tl.int64) * slot_stride + head.to(tl.int64) * capacity * DIM
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(start, SPLITS), BLOCK), 1) * BLOCK
+    newest = tl.minimum(tl.cdiv(start, chunk), SPLITS - 1)  # this program attends to the new rows and stores them
+    first = split * chunk
+    last = tl.minimum(first + chunk, start)
+    columns = first + tl.arange(0, BLOCK)
+    is_column = columns < last
+    offsets = base + tl.where(is_column, columns, 0).to(tl.int64)[:, None] * DIM
+    left_keys = tl.load(keys + offsets + halves[None, :], mask=is_column[:, None], other=0.0)
+    right_keys = tl.load(keys + offsets + half + halves[None, :], mask=is_column[:, None], other=0.0)
+    value_tile = tl.load(values + offsets + dims[None, :], mask=is_column[:, None], other=0.0)
+    angles = tl.load(positions + tokens).to(tl.int64)[:, None] * half + halves[None, :]
+    cosines, sines = tl.load(cos + angles), tl.load(sin + angles)
+    if IS_OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
+
+    best = tl.full([TILE], NEVER, tl.float32)
+    mass = tl.zeros([TILE], tl.float32)
+    mixed = tl.zeros([TILE, DIM], tl.float32)
+    if split <= newest:
+        query_places = (tokens.to(tl.int64) * (HEADS + 2 * KV) + heads) * DIM
+        left, right = _rotate_halves(
+            qkv, query_places, is_row, cosines, sines, q_weight, eps, part_stride, DIM, HAS_NORM, PARTS
+        )
+        left, right = left.to(keys.dtype.element_ty), right.to(keys.dtype.element_ty)
+        scores = tl.dot(left, tl.trans(left_keys), input_precision="ieee")
+        scores = tl.dot(right, tl.trans(right_keys), scores, input_precision="ieee") * scale
+        scores = tl.where(is_row[:, None] & is_column[None, :], scores, float("-inf"))
+        best, mass, mixed = _mix(scores, value_tile, best, mass, mixed)
+        for at in range(first + BLOCK, last, BLOCK):
+            later = at + tl.arange(0, BLOCK)
+            is_later = later < last
+            more = base + later.to(tl.int64)[:, None] * DIM
+            left_tile = tl.load(keys + more + halves[None, :], mask=is_later[:, None], other=0.0)
+            right_tile = tl.load(keys + more + half + halves[None, :], mask=is_later[:, None], other=0.0)
+            mixed_tile = tl.load(values + more + dims[None, :], mask=is_later[:, None], other=0.0)
+            scores = tl.dot(left, tl.trans(left_tile), input_precision="ieee")
+            scores = tl.dot(right, tl.trans(right_tile), scores, input_precision="ieee") * scale
+            scores = tl.where(is_row[:, None] & is_later[None, :], scores, float("-inf"))
+            best, mass, mixed = _mix(scores, mixed_tile, best, mass, mixed)
+        if split == newest:
+            new = tl.arange(0, NEW)
+            is_new = new < COUNT
+            new_tokens = request * COUNT + tl.where(is_new, new, 0)
+            key_places = (new_tokens.to(tl.int64) * (HEADS + 2 * KV) + HEADS + head) * DIM
+            new_angles = tl.load(positions + new_tokens).to(tl.int64)[:, None] * half + halves[None, :]
+            new_left, new_right = _rotate_halves(
+                qkv, key_places, is_new, tl.load(cos + new_angles), tl.load(sin + new_angles), k_weight, eps,
+                part_stride, DIM, HAS_NORM, PARTS,
+            )  # fmt: skip
+            new_left, new_right = new_left.to(keys.dtype.element_ty), new_right.to(keys.dtype.element_ty)
+            value_places = (key_places + KV * DIM)[:, None] + dims[None, :]
+            new_values = sum_parts(qkv, value_places, part_stride, is_new[:, None], PARTS).to(values.dtype.element_ty)
+            stored = base + (start + new).to(tl.int64)[:, None] * DIM
+            tl.store(keys + stored + halves[None, :], new_left, mask=is_new[:, None])
+            tl.store(keys + stored + half + halves[None, :], new_right, mask=is_new[:, None])
+            tl.store(values + stored + dims[None, :], new_values, mask=is_new[:, None])
+            words = tl.load(masks + tokens[:, None] * WORDS + (new // 32)[None, :], mask=is_new[None, :], other=0)
+            is_marked = ((words >> (new % 32)[None, :]) & 1) == 1
+            new_scores = tl.dot(left, tl.trans(new_left), input_precision="ieee")
+            new_scores = tl.dot(right, tl.trans(new_right), new_scores, input_precision="ieee") * scale
+            new_scores = tl.where(is_row[:, None] & is_new[None, :] & is_marked, new_scores, float("-inf"))
+            best, mass, mixed = _mix(new_scores, new_values, best, mass, mixed)
+    places = (tokens.to(tl.int64) * HEADS + heads)[:, None] * DIM + dims[None, :]
+    if SPLITS == 1:
+        result = mixed / tl.maximum(mass, 1e-30)[:, None]
+        tl.store(out + places, result.to(out.dtype.element_ty), mask=is_row[:, None])
+    else:
+        shift = split * num_rows
+        tl.store(partial + shift.to(tl.int64) * DIM + places, mixed, mask=is_row[:, None] & (split <= newest))
+        stat = shift + tokens * HEADS + heads
+        tl.store(stats + 2 * stat, best, mask=is_row)
+        tl.store(stats + 2 * stat + 1, mass, mask=is_row)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     q, keys, values, slots, starts, masks, out, partial, stats, scale, slot_stride, capacity, num_rows,
     COUNT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    wait(IS_OVERLAPPED)
     tiles = (COUNT * GROUP + TILE - 1) // TILE
     request, head, split = tl.program_id(0) // tiles, tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts + request)
+    base = tl.load(slots + request).to(tl.int64) * slot_stride + head.to(tl.int64) * capacity * DIM
+    wait(IS_OVERLAPPED)
     rows = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
     is_row = rows < COUNT * GROUP
     tokens = request * COUNT + rows // GROUP
@@ -77,8 +203,6 @@ def _attend(  # type: ignore[no-untyped-def]
     places = (tokens.to(tl.int64) * HEADS + heads)[:, None] * DIM + dims[None, :]
     is_place = is_row[:, None] & is_dim[None, :]
     queries = tl.load(q + places, mask=is_place, other=0.0)
-    start = tl.load(starts + request)
-    base = tl.load(slots + request).to(tl.int64) * slot_stride + head.to(tl.int64) * capacity * DIM
     total = start + COUNT
     chunk = tl.cdiv(tl.cdiv(total, SPLITS), BLOCK) * BLOCK
     first = split * chunk
@@ -104,12 +228,7 @@ def _attend(  # type: ignore[no-untyped-def]
         value_tile = tl.load(values + offsets, mask=is_there, other=0.0)
         scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * scale
         scores = tl.where(is_seen, scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, axis=1))
-        shrink = tl.exp(best - higher)
-        weights = tl.exp(scores - higher[:, None])
-        mass = mass * shrink + tl.sum(weights, axis=1)
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(value_tile.dtype), value_tile, input_precision="ieee")
-        best = higher
+        best, mass, mixed = _mix(scores, value_tile, best, mass, mixed)
     if SPLITS == 1:
         result = mixed / tl.maximum(mass, 1e-30)[:, None]
         tl.store(out + places, result.to(out.dtype.element_ty), mask=is_place)
@@ -134,8 +253,9 @@ def _combine(  # type: ignore[no-untyped-def]
     best, mass = tl.load(stats + stat), tl.load(stats + stat + 1)
     weights = tl.exp(best - tl.max(best, axis=0))
     offsets = (splits.to(tl.int64) * num_rows + row)[:, None] * DIM + dims[None, :]
+    weights = tl.where(mass > 0, weights, 0.0)  # a split that saw nothing has not stored anything
     parts = tl.load(partial + offsets, mask=is_dim[None, :] & (weights > 0)[:, None], other=0.0)
-    result = tl.sum(parts * weights[:, None], axis=0) / tl.sum(mass * weights, axis=0)
+    result = tl.sum(parts * weights[:, None], axis=0) / tl.maximum(tl.sum(mass * weights, axis=0), 1e-30)
     tl.store(out + row.to(tl.int64) * DIM + dims, result.to(out.dtype.element_ty), mask=is_dim)
 
 
@@ -212,6 +332,35 @@ def rotate_store(
     return q
 
 
+def rotate_attend(
+    qkv: Parts, positions: Tensor, table: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor] | None, eps: float,
+    keys: Tensor, values: Tensor, slots: Tensor, starts: Tensor, masks: Tensor, num_heads: int, dtype: torch.dtype,
+    num_splits: int, context: int,
+) -> Tensor:  # fmt: skip
+    """`rotate_store` and `attend`: for few tokens in one kernel, which loads old rows while the product is made."""
+    _, num_kv, capacity, dim = keys.shape
+    num_tokens = len(positions)
+    count = num_tokens // len(slots)
+    num_queries = count * num_heads // num_kv
+    if num_queries > MAX_TILE or dim < MIN_ROTATED_DIM or dim != triton.next_power_of_2(dim):
+        q = rotate_store(qkv, positions, table, norms, eps, keys, values, slots, starts, num_heads, dtype)
+        return attend(q, keys, values, slots, starts, masks, num_splits, context)
+    out = torch.empty(num_tokens, num_heads, dim, dtype=dtype, device=positions.device)
+    partial, stats = _split_buffers(out, num_splits)
+    weights = norms or (out, out)
+    tile = max(MIN_TILE, triton.next_power_of_2(num_queries))
+    overlap = can_overlap(out.device)
+    kernel: Any = _rotate_attend[(len(slots), num_kv, num_splits)]
+    kernel(
+        qkv.values, positions, table[0], table[1], weights[0], weights[1], keys, values, slots, starts, masks, out,
+        partial, stats, eps, dim**-0.5, qkv.stride, keys.stride(0), capacity, num_tokens * num_heads,
+        COUNT=count, HEADS=num_heads, KV=num_kv, DIM=dim, TILE=tile, NEW=max(MIN_TILE, triton.next_power_of_2(count)),
+        BLOCK=BLOCK_KEYS, SPLITS=num_splits, WORDS=masks.shape[1], HAS_NORM=norms is not None, PARTS=qkv.num_parts,
+        IS_OVERLAPPED=overlap, num_warps=4, num_stages=_num_stages(num_splits, context), **launch(overlap),
+    )  # fmt: skip
+    return _combined(out, partial, stats)
+
+
 def attend(
     q: Tensor,
     keys: Tensor,
@@ -228,25 +377,40 @@ def attend(
     count, group = num_tokens // len(slots), num_heads // num_kv
     tile = min(MAX_TILE, max(MIN_TILE, triton.next_power_of_2(count * group)))
     tiles = triton.cdiv(count * group, tile)
-    num_rows = num_tokens * num_heads
     out = torch.empty_like(q)
-    partial, stats = out, out
-    if num_splits > 1:
-        partial = torch.empty(num_splits, num_rows, dim, dtype=torch.float32, device=q.device)
-        stats = torch.empty(num_splits, num_rows, 2, dtype=torch.float32, device=q.device)
-    pad = padded(dim)
-    num_stages = 1 if context <= num_splits * BLOCK_KEYS else 2  # one block for each program, or a loop
+    partial, stats = _split_buffers(out, num_splits)
     overlap = can_overlap(q.device)
     kernel: Any = _attend[(len(slots) * tiles, num_kv, num_splits)]
     kernel(
-        q, keys, values, slots, starts, masks, out, partial, stats, dim**-0.5, keys.stride(0), capacity, num_rows,
-        COUNT=count, HEADS=num_heads, GROUP=group, DIM=dim, PAD=pad, TILE=tile, BLOCK=BLOCK_KEYS, SPLITS=num_splits,
-        WORDS=masks.shape[1], IS_OVERLAPPED=overlap, num_warps=4, num_stages=num_stages, **launch(overlap),
+        q, keys, values, slots, starts, masks, out, partial, stats, dim**-0.5, keys.stride(0), capacity,
+        num_tokens * num_heads, COUNT=count, HEADS=num_heads, GROUP=group, DIM=dim, PAD=padded(dim), TILE=tile,
+        BLOCK=BLOCK_KEYS, SPLITS=num_splits, WORDS=masks.shape[1], IS_OVERLAPPED=overlap, num_warps=4,
+        num_stages=_num_stages(num_splits, context), **launch(overlap),
     )  # fmt: skip
-    if num_splits > 1:
-        merge: Any = _combine[(num_rows,)]
-        merge(
-            partial, stats, out, num_rows, DIM=dim, PAD=pad, SPLITS=num_splits, IS_OVERLAPPED=overlap,
+    return _combined(out, partial, stats)
+
+
+def _num_stages(num_splits: int, context: int) -> int:
+    return 1 if context <= num_splits * BLOCK_KEYS else 2  # one block for each program, or a loop
+
+
+def _split_buffers(out: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+    """Where each split of the context leaves what it mixed, highest scores and masses; nothing without splits."""
+    if num_splits == 1:
+        return out, out
+    num_rows, dim = out.shape[0] * out.shape[1], out.shape[2]
+    return tuple(  # type: ignore[return-value]
+        torch.empty(num_splits, num_rows, width, dtype=torch.float32, device=out.device) for width in (dim, 2)
+    )
+
+
+def _combined(out: Tensor, partial: Tensor, stats: Tensor) -> Tensor:
+    num_tokens, num_heads, dim = out.shape
+    if partial is not out:
+        num_rows, overlap = num_tokens * num_heads, can_overlap(out.device)
+        kernel: Any = _combine[(num_rows,)]
+        kernel(
+            partial, stats, out, num_rows, DIM=dim, PAD=padded(dim), SPLITS=len(partial), IS_OVERLAPPED=overlap,
             num_warps=1, **launch(overlap),
         )  # fmt: skip
     return out.view(num_tokens, num_heads * dim)

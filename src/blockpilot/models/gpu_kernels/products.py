@@ -14,6 +14,7 @@ from blockpilot.models.gpu_kernels.sublayers import gate
 from blockpilot.models.kernels_reference import Parts
 
 MAX_PARTS = 12
+MAX_EARLY = 16  # tokens up to which a first tile of weights is loaded early; with more, registers are short
 MAX_SKINNY = 64  # tokens up to which `linear` is used; the library's product is better beyond
 
 
@@ -21,7 +22,7 @@ MAX_SKINNY = 64  # tokens up to which `linear` is used; the library's product is
 def _linear(  # type: ignore[no-untyped-def]
     x, weight, out, num_tokens, num_rows, size, chunk,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr, HAS_EVEN_ROWS: tl.constexpr,
-    HAS_EVEN_DEPTH: tl.constexpr, IS_GATED: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+    HAS_EVEN_DEPTH: tl.constexpr, IS_GATED: tl.constexpr, IS_EARLY: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     if IS_OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -29,46 +30,66 @@ def _linear(  # type: ignore[no-untyped-def]
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
     depth = tl.arange(0, DEPTH)
-    is_token = tokens < num_tokens
-    is_row = rows < num_rows
-    safe_rows = tl.where(is_row, rows, 0).to(tl.int64)
+    is_token = (tokens < num_tokens)[:, None]
+    is_row = (rows < num_rows)[:, None]
+    safe_rows = tl.where(rows < num_rows, rows, 0).to(tl.int64)
     first = split * chunk
     last = tl.minimum(first + chunk, size)
+    weights = weight + safe_rows[:, None] * size + depth[None, :]
+    uppers = weights + num_rows.to(tl.int64) * size
+    inputs = x + tokens.to(tl.int64)[:, None] * size + depth[None, :]
+    begin = first
+    is_depth = (first + depth < last)[None, :]
+    if IS_EARLY:  # weights do not depend on the kernel before: the first tile is loaded meanwhile, and used last
+        begin += DEPTH
+        if HAS_EVEN_DEPTH:
+            early = tl.load(weights + first, mask=is_row, other=0.0)
+            early_up = tl.load(uppers + first, mask=is_row, other=0.0) if IS_GATED else early
+        else:
+            early = tl.load(weights + first, mask=is_row & is_depth, other=0.0)
+            early_up = tl.load(uppers + first, mask=is_row & is_depth, other=0.0) if IS_GATED else early
     if IS_OVERLAPPED:
         if AHEAD > 0:
-            lines = tl.minimum(first + tl.arange(0, AHEAD) * 64, size - 1)
+            lines = tl.minimum(begin + tl.arange(0, AHEAD) * 64, size - 1)
             places = (weight + safe_rows[:, None] * size + lines[None, :]).to(tl.int64)
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
             )
         tl.extra.cuda.gdc_wait()
-    weights = weight + safe_rows[:, None] * size + depth[None, :]
-    uppers = weights + num_rows.to(tl.int64) * size
-    inputs = x + tokens.to(tl.int64)[:, None] * size + depth[None, :]
+    if IS_EARLY:
+        if HAS_EVEN_DEPTH:
+            early_columns = tl.load(inputs + first, mask=is_token, other=0.0)
+        else:
+            early_columns = tl.load(inputs + first, mask=is_token & is_depth, other=0.0)
     sums = tl.zeros([ROWS, TOKENS], tl.float32)
     ups = tl.zeros([ROWS, TOKENS], tl.float32)
-    for at in range(first, last, DEPTH):
+    for at in range(begin, last, DEPTH):
         if HAS_EVEN_DEPTH:
             if HAS_EVEN_ROWS:  # noqa: SIM108  # a condition of the compiler
                 tile = tl.load(weights + at)
             else:
-                tile = tl.load(weights + at, mask=is_row[:, None], other=0.0)
-            columns = tl.load(inputs + at, mask=is_token[:, None], other=0.0)
+                tile = tl.load(weights + at, mask=is_row, other=0.0)
+            columns = tl.load(inputs + at, mask=is_token, other=0.0)
         else:
-            is_depth = (at + depth < last)[None, :]
-            tile = tl.load(weights + at, mask=is_row[:, None] & is_depth, other=0.0)
-            columns = tl.load(inputs + at, mask=is_token[:, None] & is_depth, other=0.0)
+            is_inner = (at + depth < last)[None, :]
+            tile = tl.load(weights + at, mask=is_row & is_inner, other=0.0)
+            columns = tl.load(inputs + at, mask=is_token & is_inner, other=0.0)
         sums = tl.dot(tile, tl.trans(columns), sums, input_precision="ieee")
         if IS_GATED:
             if HAS_EVEN_DEPTH:
-                tile = tl.load(uppers + at, mask=is_row[:, None], other=0.0)
+                tile = tl.load(uppers + at, mask=is_row, other=0.0)
             else:
-                tile = tl.load(uppers + at, mask=is_row[:, None] & (at + depth < last)[None, :], other=0.0)
+                tile = tl.load(uppers + at, mask=is_row & (at + depth < last)[None, :], other=0.0)
             ups = tl.dot(tile, tl.trans(columns), ups, input_precision="ieee")
+    if IS_EARLY:
+        sums = tl.dot(early, tl.trans(early_columns), sums, input_precision="ieee")
+        if IS_GATED:
+            ups = tl.dot(early_up, tl.trans(early_columns), ups, input_precision="ieee")
     if IS_GATED:
         sums = sums / (1 + tl.exp(-sums)) * ups
     places = (split * num_tokens + tokens).to(tl.int64)[None, :] * num_rows + rows[:, None]
-    tl.store(out + places, sums.to(out.dtype.element_ty), mask=is_row[:, None] & is_token[None, :])
+    is_place = is_row & (tokens < num_tokens)[None, :]
+    tl.store(out + places, sums.to(out.dtype.element_ty), mask=is_place)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -154,18 +175,18 @@ class LinearPlan:
     num_splits: int
     num_warps: int = 4
     num_stages: int = 4
-    ahead: int = 0  # cache lines of each row that are called for before the input is there
+    ahead: int = 2  # cache lines of each row, behind the first tile, that are called for before the input is there
 
 
 def plan_linear(num_tokens: int, num_rows: int, size: int, num_processors: int) -> LinearPlan:
     """Tiles measured on an H200: about two programs for every processor; few rows are split over the inner size."""
     programs = -(-num_rows // 64)
-    depth, stages = (128, 4) if size >= 1024 else (64, 6)
-    if num_tokens > 16:
+    depth = 128 if size >= 1024 else 64
+    if num_tokens > MAX_EARLY:
         splits = max(1, min(round(1.5 * num_processors / programs), size // (2 * depth), MAX_PARTS))
-        return LinearPlan(64, depth, splits, num_stages=3, ahead=4) if splits > 1 else LinearPlan(64, 64, 1, ahead=4)
+        return LinearPlan(64, depth, splits, num_stages=3) if splits > 1 else LinearPlan(64, 64, 1)
     wanted = 1 if programs > 0.7 * num_processors else round(2 * num_processors / programs)
-    return LinearPlan(64, depth, max(1, min(wanted, size // (2 * depth), MAX_PARTS)), num_stages=stages, ahead=4)
+    return LinearPlan(64, depth, max(1, min(wanted, size // (2 * depth), MAX_PARTS)))
 
 
 def linear(
@@ -187,7 +208,8 @@ def linear(
     return Parts(out, splits)
 
 
-GATED = LinearPlan(64, 64, 1, ahead=4)  # a program takes as many rows of the gate and of the up projection
+# a program takes as many rows of the gate and of the up projection; small models wait for memory more than they read it
+GATED, SMALL_GATED = LinearPlan(64, 64, 1), LinearPlan(64, 64, 1, num_stages=6)
 
 
 def gated_linear(x: Tensor, weight: Tensor, num_processors: int, plan: LinearPlan | None = None) -> Tensor:
@@ -197,7 +219,8 @@ def gated_linear(x: Tensor, weight: Tensor, num_processors: int, plan: LinearPla
         return gate(Parts(F.linear(x, weight)), x.dtype)
     num_rows = len(weight) // 2
     out = torch.empty(num_tokens, num_rows, dtype=x.dtype, device=x.device)
-    _multiply(x, weight, out, num_rows, plan or GATED, size, is_gated=True)
+    plan = plan or (GATED if size >= 1024 else SMALL_GATED)
+    _multiply(x, weight, out, num_rows, plan, size, is_gated=True)
     return out
 
 
@@ -205,15 +228,15 @@ def _multiply(
     x: Tensor, weight: Tensor, out: Tensor, num_rows: int, plan: LinearPlan, chunk: int, *, is_gated: bool
 ) -> None:  # fmt: skip
     num_tokens, size = x.shape
-    tokens = max(MIN_TILE, triton.next_power_of_2(num_tokens))
+    tokens = MIN_TILE if num_tokens <= MAX_EARLY else MAX_SKINNY  # tiles between the two are no faster
     overlap = can_overlap(x.device)
     grid = (triton.cdiv(num_rows, plan.rows), triton.cdiv(num_tokens, tokens), triton.cdiv(size, chunk))
     kernel: Any = _linear[grid]
     kernel(
         x, weight, out, num_tokens, num_rows, size, chunk, TOKENS=tokens, ROWS=plan.rows, DEPTH=plan.depth,
         AHEAD=plan.ahead, HAS_EVEN_ROWS=num_rows % plan.rows == 0, HAS_EVEN_DEPTH=size % plan.depth == 0,
-        IS_GATED=is_gated, IS_OVERLAPPED=overlap, num_warps=plan.num_warps, num_stages=plan.num_stages,
-        **launch(overlap),
+        IS_GATED=is_gated, IS_EARLY=tokens <= MAX_EARLY, IS_OVERLAPPED=overlap, num_warps=plan.num_warps,
+        num_stages=plan.num_stages, **launch(overlap),
     )  # fmt: skip
 
 

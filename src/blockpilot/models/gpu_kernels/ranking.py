@@ -109,6 +109,13 @@ def _gumbel(keys, out, size, num_rows, BLOCK: tl.constexpr, IS_OVERLAPPED: tl.co
     tl.store(out + row.to(tl.int64) * size + tokens, noise, mask=tokens < size)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _send_back(source, place, size, BLOCK: tl.constexpr, IS_OVERLAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    wait(IS_OVERLAPPED)
+    words = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(place + words, tl.load(source + words, mask=words < size), mask=words < size)
+
+
 def rank_tokens(logits: Tensor, num_best: int, names: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, ids and log-probabilities [N, K] of the best tokens of logits [N, V], best first; float32.
 
@@ -167,3 +174,13 @@ def gumbel(keys: Tensor, size: int) -> Tensor:
     kernel: Any = _gumbel[(num_rows, triton.cdiv(size, 1024))]
     kernel(keys, out, size, num_rows, BLOCK=1024, IS_OVERLAPPED=overlap, num_warps=4, **launch(overlap))
     return out
+
+
+def send_back(source: Tensor, place: Tensor) -> None:
+    """A result into pinned memory of the host. A copy does the same, but takes 8 microseconds longer to begin."""
+    words = source.contiguous().view(torch.int32)
+    overlap = can_overlap(source.device)
+    kernel: Any = _send_back[(triton.cdiv(words.numel(), 1024),)]
+    kernel(
+        words, place.view(torch.int32), words.numel(), BLOCK=1024, IS_OVERLAPPED=overlap, num_warps=4, **launch(overlap)
+    )

@@ -16,10 +16,11 @@ def _add_norm(  # type: ignore[no-untyped-def]
     x, delta, weight, total_out, normed, base, corrections, offsets, eps, size, part_stride, num_groups,
     PAD: tl.constexpr, PARTS: tl.constexpr, TAPS: tl.constexpr, GROUP: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    wait(IS_OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PAD)
     is_column = columns < size
+    weights = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    wait(IS_OVERLAPPED)
     wide = tl.load(x + row * size + columns, mask=is_column, other=0.0).to(tl.float32)
     if PARTS > 0:
         added = sum_parts(delta, row * size + columns, part_stride, is_column, PARTS)
@@ -42,7 +43,6 @@ def _add_norm(  # type: ignore[no-untyped-def]
         wide = wide.to(total_out.dtype.element_ty).to(tl.float32)
         tl.store(total_out + row * size + columns, wide.to(total_out.dtype.element_ty), mask=is_column)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    weights = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     tl.store(normed + row * size + columns, (wide * scale * weights).to(normed.dtype.element_ty), mask=is_column)
 
 
@@ -87,8 +87,9 @@ def add_norm(
     total = x if delta is None else torch.empty_like(x)
     normed = torch.empty_like(x)
     size = x.shape[-1]
+    num_rows = x.numel() // size
     overlap = can_overlap(x.device)
-    kernel: Any = _add_norm[(x.numel() // size,)]
+    kernel: Any = _add_norm[(num_rows,)]
     kernel(
         x, x if delta is None else delta.values, weight, total, normed,
         x if convolution is None else convolution.base, x if convolution is None else convolution.corrections,
@@ -96,9 +97,14 @@ def add_norm(
         1 if convolution is None else convolution.num_groups, PAD=triton.next_power_of_2(size),
         PARTS=0 if delta is None else delta.num_parts, TAPS=0 if convolution is None else convolution.num_taps,
         GROUP=1 if convolution is None else convolution.group_size, IS_OVERLAPPED=overlap,
-        num_warps=8 if size > 1024 else 4, **launch(overlap),
+        num_warps=_num_warps(size, num_rows), **launch(overlap),
     )  # fmt: skip
     return total, normed
+
+
+def _num_warps(size: int, num_rows: int) -> int:
+    """A row is one program: with few rows nobody else uses the processor."""
+    return 32 if size > 1024 and num_rows <= 64 else 8
 
 
 def convolve(x: Tensor, convolution: Convolution) -> Tensor:

@@ -78,7 +78,7 @@ class LocalMeasurer(Measurer):
         self.asker, self.seed = asker, seed
 
     def measure_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], file: AnswersFile) -> None:
-        self.warm_up(methods, rounds[0])
+        self.warm_up(methods, rounds)
         self.progress.start()
         for work in rounds:
             if work.task in self.left_out:
@@ -91,12 +91,19 @@ class LocalMeasurer(Measurer):
             except (RuntimeError, MemoryError) as error:
                 self.leave_out(work.task, explain_shortage(error))
 
-    def warm_up(self, methods: Sequence[Method], work: Round) -> None:
-        """Where memory is short already, the rounds will tell which task does not fit."""
+    def warm_up(self, methods: Sequence[Method], rounds: Sequence[Round]) -> None:
+        """Where memory is short already, the rounds will tell which task does not fit.
+
+        A GPU prepares other shapes for long contexts, so it is warmed up with the longest prompts too.
+        """
+        chosen = [rounds[0]]
+        if self.asker.engines.plain.device_type == "cuda":
+            chosen.append(max(rounds, key=_longest_turn))
         for method in methods:
             self.progress.prepare(f"warming up {method.name}")
             try:
-                self.asker.warm_up(method, work.prompts)
+                for work in chosen:
+                    self.asker.warm_up(method, work.prompts)
             except (RuntimeError, MemoryError) as error:
                 explain_shortage(error)
 
@@ -104,6 +111,10 @@ class LocalMeasurer(Measurer):
         """The answers of one method after the other."""
         for method in work.shuffle(methods, self.seed):
             yield self.asker.ask(work, method)
+
+
+def _longest_turn(work: Round) -> int:
+    return max(len(turn) for prompt in work.prompts for turn in prompt.turns)
 
 
 def explain_shortage(error: RuntimeError | MemoryError) -> str:

@@ -32,6 +32,11 @@ def context_class(lengths: Sequence[int]) -> int:
     return round_up(max(lengths), CONTEXTS)
 
 
+def context_classes(capacity: int) -> Sequence[int]:
+    """Those that slots of this capacity can come into."""
+    return CONTEXTS[: 1 + sum(context < capacity for context in CONTEXTS[:-1])]
+
+
 class Staging:
     """Named int32 arrays that lie together, twice: `host` to write, `device` to read."""
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from blockpilot.cache.pass_plan import CONTEXTS, REQUESTS, PassPlan, Staging, context_class, round_up, write_rows
+from blockpilot.cache.pass_plan import REQUESTS, PassPlan, Staging, context_class, context_classes, round_up, write_rows
 from blockpilot.core.candidates import Candidates
 from blockpilot.core.config import MAX_BLOCK_SIZE
 from blockpilot.decoding.dflash_drafter import DFlashDrafter, Ranking, make_candidates
@@ -64,7 +64,8 @@ class PlannedDFlashDrafter(DFlashDrafter):
         for count in (size for size in BLOCKS if 4 <= size <= usual):
             for width in self._widths:
                 if rounded * count <= MAX_ROWS:
-                    self._draft(rounded, count, CONTEXTS[0], width)
+                    for context in context_classes(self.cache.capacity):
+                        self._draft(rounded, count, context, width)
         for count in COUNTS:
             if rounded * count <= MAX_ROWS:
                 self._view(taps, rounded, count)

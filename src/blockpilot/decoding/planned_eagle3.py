@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockpilot.cache.pass_plan import CONTEXTS, REQUESTS, Staging, context_class, round_up
+from blockpilot.cache.pass_plan import REQUESTS, Staging, context_class, context_classes, round_up
 from blockpilot.core.candidates import Candidates
 from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.decoding.eagle3_drafter import MAX_BLOCK_SIZE, Eagle3Drafter
@@ -114,7 +114,8 @@ class PlannedEagle3Drafter(Eagle3Drafter):
         self._buffer.set(taps)
         for size in sorted({*BLOCK_SIZES, self.block_size}):
             if rounded <= REQUESTS[-1]:
-                self._chain(rounded, size - 1, CONTEXTS[0])
+                for context in context_classes(self.cache.capacity):
+                    self._chain(rounded, size - 1, context)
         for count in COUNTS:
             if rounded * count <= MAX_ROWS:
                 self._view(taps, rounded, count)

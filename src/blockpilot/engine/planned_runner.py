@@ -9,7 +9,7 @@ from collections.abc import Sequence as Collection
 import torch
 from torch import Tensor
 
-from blockpilot.cache.pass_plan import CONTEXTS, COUNTS, REQUESTS, PassPlan, Staging, context_class, round_up
+from blockpilot.cache.pass_plan import COUNTS, REQUESTS, PassPlan, Staging, context_class, context_classes, round_up
 from blockpilot.cache.slots import is_contiguous
 from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.tree import DraftTree
@@ -25,6 +25,8 @@ MAX_ROUTED_ROWS = 64  # the same where experts are routed: every program looks a
 
 
 class PlannedRunner(TargetRunner):
+    padding = COUNTS
+
     def __init__(
         self, decoder: Decoder, *, num_slots: int, context_length: int, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -48,11 +50,12 @@ class PlannedRunner(TargetRunner):
 
     @torch.inference_mode()
     def prepare(self, num_requests: int, tap_layers: Collection[int]) -> Tensor | None:
-        """Record the checks of all sizes for short contexts; others are recorded when they first occur."""
+        """Record the checks of all sizes, for short contexts and, where slots are long, for long ones."""
         rounded = round_up(num_requests, REQUESTS)
-        for count in COUNTS:
-            if rounded * count <= self.max_rows:
-                self._pass(rounded, count, CONTEXTS[0], tuple(tap_layers))
+        for context in context_classes(self.cache.capacity):
+            for count in COUNTS:
+                if rounded * count <= self.max_rows:
+                    self._pass(rounded, count, context, tuple(tap_layers))
         self._move(rounded)
         return self._taps.get(tuple(tap_layers))
 

@@ -28,6 +28,8 @@ class PassResult:
 
 
 class TargetRunner:
+    padding: tuple[int, ...] = ()  # sizes to which all trees of a check are padded; none: it takes them as they are
+
     def __init__(
         self,
         decoder: Decoder,

@@ -1,8 +1,9 @@
 """Times drafts and checks with the engine's own objects.
 
 Slots are filled with random tokens; then drafts of several sizes and checks of trees of several sizes run in turns, in
-a new order every round, so that drift hits all alike. What the host does for a check is part of it: on a fast GPU
-growing a tree takes as long as checking it. Nothing is kept of a pass, so the context stays as long as it is.
+a new order every round, so that drift hits all alike. What the host does for a check is part of it, the decisions of
+an adaptive pilot first: on a fast GPU they take as long as checking. Nothing is kept of a pass, so the context stays as
+long as it is.
 """
 
 import random
@@ -23,8 +24,10 @@ from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.decoding.verification import accept
+from blockpilot.pilots.base import Nodes, PilotInputs
+from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import CostPoint, StepCosts
-from blockpilot.pilots.growth import grow_tree
+from blockpilot.pilots.step import StepPilot
 
 if TYPE_CHECKING:
     from blockpilot.engine.llm import LLM
@@ -33,6 +36,8 @@ NUM_CANDIDATES = 16
 NUM_POSITIONS = 15
 NUM_OBSERVED = 3  # tokens a drafted step keeps, for the overhead
 MAX_TOKENS = 64  # of one request in a check that is timed
+GPU_TOTALS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
+FREE, BEYOND = 1.0, 1e6  # imagined milliseconds: of checks up to a size, and of larger ones
 Passes = dict[tuple[str, int], Callable[[], object]]  # ("draft" or "verify", tokens per request) -> run it once
 
 
@@ -53,7 +58,7 @@ class ProfilePlan:
         """A second or two on the default CPU pair; a GPU, where large trees pay, is timed with those too."""
         return cls(
             draft_sizes=(4, 8, 16),
-            verify_totals=(1, 2, 4, 8, 10, 16, 32, 64, 128, 256, 512, 1024) if is_gpu else (1, 2, 4, 8, 10, 16, 32),
+            verify_totals=GPU_TOTALS if is_gpu else (1, 2, 4, 8, 10, 16, 32),
             batch_sizes=batch_sizes,
             contexts=contexts,
             num_rounds=3,
@@ -84,7 +89,8 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any]) -> StepCos
                 extra = more if kind == "verify" else 0.0
                 found.append(_point([value + extra for value in values], tokens, batch_size, context))
     overhead = next(iter(overheads.values()))
-    return StepCosts(tuple(drafts), tuple(checks), overhead, {**key, "num_rounds": num_rounds})
+    facts = {**key, "num_rounds": num_rounds}
+    return StepCosts(tuple(drafts), tuple(checks), overhead, facts, llm.engine.runner.padding)
 
 
 class _Bench:
@@ -96,6 +102,7 @@ class _Bench:
         self.vocab_size = self.runner.decoder.config.vocab_size
         self.random = random.Random(0)
         self.candidates = _make_candidates(self.vocab_size)
+        self.pilots: dict[int, list[StepPilot]] = {}  # by tokens per request
 
     def fill(self, token_budget: int) -> None:
         for slot in self.slots:
@@ -133,13 +140,38 @@ class _Bench:
         self.drafter.propose(requests)
 
     def verify(self, tokens: int) -> None:
-        """Grow a tree of that many tokens for each request, check it and walk it, as a step does."""
-        trees = [(slot, DraftTree.build(1, grow_tree(self.candidates, tokens - 1))) for slot in self.slots]
+        """Decide on a tree of that many tokens for each request, check it and walk it, as a step does."""
+        trees = [
+            (slot, DraftTree.build(1, nodes)) for slot, nodes in zip(self.slots, self._select(tokens), strict=True)
+        ]
         result = self.runner.verify(trees, self.tap_layers)
         best = result.best_ids()
         for (slot, tree), start in zip(trees, result.row_starts, strict=True):
             accept(tree, best[start : start + len(tree)])
             self.runner.cache.keep(slot, [])
+
+    def _select(self, tokens: int) -> list[Nodes]:
+        """The nodes of adaptive pilots to whom that many tokens are free and more are not; none of plain decoding."""
+        if tokens == 1:
+            return [[] for _ in self.slots]
+        if tokens not in self.pilots:
+            points = CostPoint(1, FREE), CostPoint(tokens, FREE), CostPoint(tokens + 1, BEYOND)
+            costs = StepCosts((), points, padding=self.runner.padding and (tokens, tokens + 1))
+            pilot = StepPilot(Calibration.identity(), costs)
+            self.pilots[tokens] = [pilot.start(None) for _ in self.slots]
+        inputs = PilotInputs(
+            num_steps=1,
+            context_length=self.context,
+            batch_size=len(self.slots),
+            num_remaining=MAX_TREE_NODES,
+            max_block_size=NUM_POSITIONS + 1,
+            trained_block_size=NUM_POSITIONS + 1,
+            temperature=0.0,
+            last_emitted=1,
+        )
+        for pilot in self.pilots[tokens]:
+            pilot.choose(inputs)
+        return [pilot.select(inputs, self.candidates) for pilot in self.pilots[tokens]]
 
     def overhead(self) -> float:
         """Milliseconds of keeping a path and showing it to the drafter; the context grows."""

@@ -21,6 +21,7 @@ from blockpilot.pilots.forecast import (
     MIN_MEAN,
     NUM_LEVELS,
     SIZE_MARGIN,
+    TIE,
     TREE_EXPONENT,
     TREE_REACH,
 )
@@ -307,17 +308,49 @@ def _best_rate(curves, step_ms, num_remaining):  # type: ignore[no-untyped-def] 
     return chosen, chosen_rate
 
 
+@helper
+def _write_curves(curves, weights, draft_sizes, is_chain, average, last, expected, has_drafted):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """`Forecast.expected` of the smallest sizes; `weights` [sizes, levels, features, nodes] are empty without a fit."""
+    if len(weights):
+        features = _rounded(average), _rounded(last), _rounded(expected), float64(has_drafted)
+        _fitted_curves(curves, weights, *features)
+    else:
+        _geometric_curves(curves, (average + expected) / 2 if has_drafted else average, draft_sizes, is_chain)
+
+
+@compiled(float32[:, :, :, ::1], float64[::1], boolean, float64, float64, float64, boolean, float64[:, ::1], int64)
+def best_check(  # type: ignore[no-untyped-def]  # pragma: no cover
+    weights, draft_sizes, is_chain, average, last, expected, has_drafted, step_ms, count
+):
+    """`Forecast.best_check`."""
+    num_nodes = step_ms.shape[1] - 1
+    curves = np.empty((count, NUM_LEVELS, num_nodes + 1))
+    _write_curves(curves, weights, draft_sizes, is_chain, average, last, expected, has_drafted)
+    larger = np.full(num_nodes + 1, np.inf)
+    chosen, chosen_nodes, chosen_rate = count, 0, 0.0
+    for size in range(count - 1, -1, -1):
+        best, best_rate = 0, -1.0
+        for node in range(num_nodes + 1):
+            total = 0.0
+            for level in range(NUM_LEVELS):
+                total += curves[size, level, node]
+            larger[node] = min(larger[node], total / NUM_LEVELS)
+            best_rate = max(best_rate, larger[node] / step_ms[size, node])
+        while larger[best] / step_ms[size, best] < (1 - TIE) * best_rate:
+            best += 1
+        best_rate = larger[best] / step_ms[size, best]
+        if chosen == count or best_rate > SIZE_MARGIN * chosen_rate:
+            chosen, chosen_nodes, chosen_rate = size, best, best_rate
+    return chosen, chosen_nodes, chosen_rate
+
+
 @compiled(
     float32[:, :, :, ::1], float64[::1], boolean, float64, float64, float64, boolean, float64[:, ::1], int64, int64
 )  # fmt: skip
 def best_size(  # type: ignore[no-untyped-def]  # pragma: no cover
     weights, draft_sizes, is_chain, average, last, expected, has_drafted, step_ms, count, num_remaining
 ):
-    """`Forecast.best_size`; `weights` [sizes, levels, features, nodes] are empty without a fit."""
+    """`Forecast.best_size`."""
     curves = np.empty((count, NUM_LEVELS, step_ms.shape[1]))
-    if len(weights):
-        features = _rounded(average), _rounded(last), _rounded(expected), float64(has_drafted)
-        _fitted_curves(curves, weights, *features)
-    else:
-        _geometric_curves(curves, (average + expected) / 2 if has_drafted else average, draft_sizes, is_chain)
+    _write_curves(curves, weights, draft_sizes, is_chain, average, last, expected, has_drafted)
     return _best_rate(curves, step_ms, float64(num_remaining))

@@ -6,8 +6,8 @@ tokens of all requests together, on how many requests they belong to, and on the
     ms = curve of the batch size (total tokens) + (per_request * batch size + per_token * total tokens) * context
 
 Each curve is the isotonic fit of its measured points (more tokens never cost less), straight between them and beyond.
-Between measured batch sizes curves are mixed linearly. `StepCosts.linear` makes the same object for a load that is only
-imagined.
+Between measured batch sizes curves are mixed linearly. Where checks are padded to certain sizes costs rise in stairs.
+`StepCosts.linear` makes the same object for a load that is only imagined.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -140,6 +140,7 @@ class StepCosts:
     verify: tuple[CostPoint, ...] = ()
     overhead_ms: float = 0.0  # the rest of a step: commit, and the drafter's look at what was kept
     key: Mapping[str, Any] = field(default_factory=dict, compare=False)  # of what, and where it was measured
+    padding: tuple[int, ...] = ()  # tokens to which all checks of a batch are rounded up together; none: as they are
 
     def __post_init__(self) -> None:
         points = (*self.draft, *self.verify)
@@ -169,11 +170,18 @@ class StepCosts:
 
     def verify_ms(self, tokens: int, batch_size: int = 1, context_length: int = 256) -> float:
         """A target pass over `tokens` per request, the anchor among them."""
-        return self._verify.at(tokens, batch_size, context_length)
+        return self._verify.at(self._padded(tokens), batch_size, context_length)
 
     def verify_row(self, num_tokens: int, batch_size: int = 1, context_length: int = 256) -> Values:
         """`verify_ms` [num_tokens] of 1 .. num_tokens tokens."""
-        return self._verify.row(num_tokens, batch_size, context_length)
+        row = self._verify.row(self._padded(num_tokens), batch_size, context_length)
+        if not self.padding:
+            return row
+        places: Values = row[[self._padded(tokens) - 1 for tokens in range(1, num_tokens + 1)]]
+        return places
+
+    def _padded(self, tokens: int) -> int:
+        return next((size for size in self.padding if size >= tokens), tokens)
 
     def step_ms(self, block_size: int, tokens: int, batch_size: int = 1, context_length: int = 256) -> float:
         """A whole step. One that does not draft (block size 0 or 1) still has the overhead if a drafter looks on."""
@@ -192,15 +200,17 @@ class StepCosts:
             "overhead_ms": self.overhead_ms,
             "draft": [asdict(point) for point in self.draft],
             "verify": [asdict(point) for point in self.verify],
+            "padding": list(self.padding),
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "StepCosts":
         try:
-            if unknown := set(values) - {"key", "overhead_ms", "draft", "verify"}:
+            if unknown := set(values) - {"key", "overhead_ms", "draft", "verify", "padding"}:
                 raise InputError(f"step costs: unknown field {sorted(unknown)[0]!r}")
             draft, verify = (tuple(CostPoint(**point) for point in values[name]) for name in ("draft", "verify"))
-            return cls(draft, verify, float(values["overhead_ms"]), dict(values["key"]))
+            padding = tuple(map(int, values.get("padding", ())))
+            return cls(draft, verify, float(values["overhead_ms"]), dict(values["key"]), padding)
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"these are no step costs: {error}") from error
 

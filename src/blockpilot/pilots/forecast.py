@@ -31,6 +31,7 @@ LEVEL_SHARES = np.array([0.5, 1.0, 1.5])  # without a fit: what poor, common and
 NUM_LEVELS = len(LEVEL_SHARES)
 MIN_MEAN = 1.01
 SIZE_MARGIN = 1.03  # what a smaller draft must promise over a larger one: forecasts are noisy, larger drafts show more
+TIE = 1e-9  # rates that are so near are equal, and fewer nodes are taken
 TREE_EXPONENT, TREE_REACH = 0.8, 0.5  # a tree's nodes fall off more slowly than a chain's, and reach further
 
 
@@ -53,12 +54,17 @@ class Recent:
         """What a promised token is worth in this request."""
         return min(self.kept / self.promised, MAX_TRUST)
 
-    def record_draft(self, paths: Sequence[float]) -> None:
-        """`paths`: the probabilities that the likeliest chain is right up to its first positions, at most `HEAD`."""
-        tail = paths[-1] * (self.average - 1) if paths else 0.0
-        self.expected, self.has_drafted = 1 + self.trust * (sum(paths) + tail), True
+    def record_draft(self, paths: Sequence[float], weight: float = 1.0) -> None:
+        """`paths`: the probabilities that the likeliest chain is right up to its first positions, at most `HEAD`.
 
-    def record_step(self, *, emitted: int, depth: int, promised: float) -> None:
+        A memory that `n` requests share takes each draft and step with the weight 1/n.
+        """
+        tail = paths[-1] * (self.average - 1) if paths else 0.0
+        expected = 1 + self.trust * (sum(paths) + tail)
+        self.expected = _toward(self.expected, expected, weight if self.has_drafted else 1.0)
+        self.has_drafted = True
+
+    def record_step(self, *, emitted: int, depth: int, promised: float, weight: float = 1.0) -> None:
         """A drafted step emitted so much; `depth` is that of the nodes it checked, 0 if none was worth it.
 
         Had a path that was right to its end gone on, it would have gone on for `average` tokens: acceptance is taken to
@@ -66,11 +72,16 @@ class Recent:
         """
         value = self.expected
         if depth:
-            self.last = float(emitted)
+            self.last = _toward(self.last, float(emitted), weight if self.last else 1.0)
             value = emitted + (self.average - 1 if emitted > depth else 0)
-            self.promised += promised - (1 - TRUST_DECAY) * (self.promised - TRUST_PRIOR)
-            self.kept += emitted - 1 - (1 - TRUST_DECAY) * (self.kept - TRUST_PRIOR)
-        self.average = DECAY * self.average + (1 - DECAY) * min(value, MAX_AVERAGE)
+            self.promised += weight * (promised - (1 - TRUST_DECAY) * (self.promised - TRUST_PRIOR))
+            self.kept += weight * (emitted - 1 - (1 - TRUST_DECAY) * (self.kept - TRUST_PRIOR))
+        new = weight * (1 - DECAY)
+        self.average = (1 - new) * self.average + new * min(value, MAX_AVERAGE)
+
+
+def _toward(old: float, new: float, weight: float) -> float:
+    return new if weight == 1 else old + weight * (new - old)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +113,26 @@ class Forecast:
         for smaller in range(best - 1, -1, -1):
             best = smaller if rates[smaller] > SIZE_MARGIN * rates[best] else best
         return best, rates[best]
+
+    def best_check(self, recent: Recent, step_ms: Values, count: int) -> tuple[int, int, float]:
+        """One draft size and number of nodes for many requests of one kind: (size, nodes, tokens per millisecond)."""
+        compiled = switch.load_compiled()
+        if compiled is not None:
+            remembered = recent.average, recent.last, recent.expected, recent.has_drafted
+            found: tuple[int, int, float] = compiled.best_check(
+                *self._arrays, self.is_chain, *remembered, step_ms, count
+            )
+            return found
+        expected = self.expected(recent)[:count].mean(axis=1)  # [sizes, nodes + 1]: poor, common and good drafts mix
+        for size in range(count - 1, 0, -1):
+            np.minimum(expected[size - 1], expected[size], out=expected[size - 1])
+        rates = expected / step_ms[:count]
+        nodes = (rates >= (1 - TIE) * rates.max(axis=1, keepdims=True)).argmax(axis=1)
+        best = count - 1
+        for smaller in range(best - 1, -1, -1):
+            is_better = rates[smaller, nodes[smaller]] > SIZE_MARGIN * rates[best, nodes[best]]
+            best = smaller if is_better else best
+        return best, int(nodes[best]), float(rates[best, nodes[best]])
 
     def rates(self, recent: Recent, step_ms: Values, num_remaining: int) -> list[float]:
         """Expected tokens per millisecond of the smallest draft sizes, over poor, common and good drafts."""

@@ -57,7 +57,7 @@ def grow_tree(candidates: Candidates, num_nodes: int) -> Nodes:
             (np.exp(log_probs), first, pairwise) if not len(first) else (log_probs, np.exp(first), np.exp(pairwise))
         )
         shape = candidates.width, candidates.num_positions
-        nodes, *_ = compiled.grow(ids, *shares, NO_WEIGHTS, *_falling_costs(num_nodes), 1.0, *shape, False)
+        nodes, *_ = compiled.grow(ids, *shares, NO_WEIGHTS, *falling_costs(num_nodes), 1.0, *shape, False)
         return list(zip(*nodes.tolist(), strict=True))
     return [(parent, token_id) for _, parent, token_id in islice(_tree_stream(candidates), num_nodes)]
 
@@ -119,7 +119,7 @@ def smallest_rises(step_ms: Values) -> Values:
 
 
 @lru_cache
-def _falling_costs(num_nodes: int) -> tuple[Values, Values]:
+def falling_costs(num_nodes: int) -> tuple[Values, Values]:
     """Costs at which every further node pays, and their smallest rises."""
     step_ms = 1 / np.arange(1.0, num_nodes + 2)
     return step_ms, smallest_rises(step_ms)

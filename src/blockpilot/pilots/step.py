@@ -8,8 +8,7 @@ them exactly.
 
 import copy
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,36 +19,13 @@ from blockpilot.pilots.base import Nodes, Pilot, PilotInputs, PrefillState
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.forecast import Forecast, Recent
-from blockpilot.pilots.growth import Growth, grow_calibrated
-from blockpilot.pilots.step_table import StepTables
+from blockpilot.pilots.gate import Gate
+from blockpilot.pilots.growth import Growth, falling_costs, grow_calibrated
+from blockpilot.pilots.step_table import StepTable, StepTables
+from blockpilot.pilots.together import Together
 
 DRAFT_SIZES = (4, 8, 16)
 WIDTH = 16  # candidates per position a tree may branch into
-LEAVE, RETURN = 0.97, 1.03  # speed of drafting over plain decoding below which it ends, above which it begins again
-FIRST_WAIT, LAST_WAIT = 8, 64  # plain steps between probes; doubled after each that fails
-
-
-@dataclass
-class Gate:
-    """Whether to draft at all."""
-
-    is_closed: bool = False
-    wait: int = FIRST_WAIT
-    num_plain: int = 0  # steps since the gate closed or the last probe
-
-    def is_open(self, advantage: float, limit: Callable[[], float]) -> bool:
-        """`advantage`: expected speed of drafting over plain decoding; `limit`: the same if every node were right."""
-        if self.is_closed and advantage > RETURN:
-            self.is_closed, self.wait = False, FIRST_WAIT
-        elif not self.is_closed and advantage < LEAVE:
-            self.is_closed, self.num_plain = True, 0
-        if not self.is_closed:
-            return True
-        if self.num_plain >= self.wait and limit() > RETURN:
-            self.num_plain, self.wait = 0, min(2 * self.wait, LAST_WAIT)
-            return True
-        self.num_plain += 1
-        return False
 
 
 @dataclass
@@ -73,6 +49,7 @@ class StepPilot(Pilot):
             raise InputError(f"the forecast is for (draft sizes, chain) {given}, the pilot for {wanted}")
         self._tables = StepTables(self.costs, self.draft_sizes, self._forecast.num_nodes)
         self._growth: Growth | None = None  # what the last step checked; None: it did not draft
+        self._together = Together()  # shared by all requests
         switch.load_compiled()
 
     @property
@@ -90,32 +67,67 @@ class StepPilot(Pilot):
         return started
 
     def choose(self, inputs: PilotInputs) -> int:
+        is_shared = self._is_shared(inputs)
+        recent = self._memory(is_shared=is_shared)
         if self._growth is not None:
             checked, self._growth = self._growth, None
-            self.recent.record_step(emitted=inputs.last_emitted, depth=checked.depth, promised=checked.promised)
+            weight = 1 / inputs.batch_size if is_shared else 1.0
+            recent.record_step(
+                emitted=inputs.last_emitted, depth=checked.depth, promised=checked.promised, weight=weight
+            )
         count = bisect_right(self.draft_sizes, inputs.max_block_size)
         if not count:
             return 0
         table = self._tables.at(inputs.batch_size, inputs.context_length)
-        best, rate = self._forecast.best_size(self.recent, table.step_ms, count, inputs.num_remaining)
-        size, plain_ms = self.draft_sizes[best], float(table.rest_ms[0])
-
-        def limit() -> float:
-            reach = np.minimum(np.arange(1, len(table.rest_ms) + 1), size)
-            return float((reach / table.step_ms[best]).max()) * plain_ms
-
-        return size if self.gate.is_open(rate * plain_ms, limit) else 0
+        if is_shared:
+            return self._choose_together(table, count)
+        best, rate = self._forecast.best_size(recent, table.step_ms, count, inputs.num_remaining)
+        return self.draft_sizes[best] if self._is_open(self.gate, table, best, rate) else 0
 
     def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
-        table = self._tables.at(inputs.batch_size, inputs.context_length)
+        is_shared = self._is_shared(inputs)
+        recent = self._memory(is_shared=is_shared)
+        if is_shared:
+            costs = falling_costs(self._together.num_nodes)  # the number is decided: take them all
+        else:
+            table = self._tables.at(inputs.batch_size, inputs.context_length)
+            costs = table.growth(candidates.num_positions + 1)
         self._growth, head = grow_calibrated(
             candidates,
             self.sampled if self.sampled is not None and inputs.temperature > 0 else self.calibration,
-            table.growth(candidates.num_positions + 1),
-            trust=self.recent.trust,
+            costs,
+            trust=recent.trust,
             depth=max(min(candidates.num_positions, inputs.num_remaining - 1), 0),  # deeper tokens cannot be emitted
             width=WIDTH,
             is_chain=self.is_chain,
         )
-        self.recent.record_draft(head)
+        recent.record_draft(head, 1 / inputs.batch_size if is_shared else 1.0)
         return self._growth.nodes
+
+    def _is_shared(self, inputs: PilotInputs) -> bool:
+        return inputs.batch_size > 1 and bool(self.costs.padding)
+
+    def _memory(self, *, is_shared: bool) -> Recent:
+        if is_shared:
+            return self._together.recent
+        if not self.recent.has_drafted and self._together.recent.has_drafted:
+            self.recent = replace(self._together.recent)  # left alone, a request goes on from what all have seen
+        return self.recent
+
+    def _choose_together(self, table: StepTable, count: int) -> int:
+        together = self._together
+        if together.begins_round(id(self)):
+            best, together.num_nodes, rate = self._forecast.best_check(together.recent, table.step_ms, count)
+            is_open = self._is_open(together.gate, table, best, rate)
+            together.draft_size = self.draft_sizes[best] if is_open else 0
+        return together.draft_size
+
+    def _is_open(self, gate: Gate, table: StepTable, best: int, rate: float) -> bool:
+        """Whether to draft at the best size, which promises so many tokens per millisecond."""
+        plain_ms = float(table.rest_ms[0])
+
+        def limit() -> float:
+            reach = np.minimum(np.arange(1, len(table.rest_ms) + 1), self.draft_sizes[best])
+            return float((reach / table.step_ms[best]).max()) * plain_ms
+
+        return gate.is_open(rate * plain_ms, limit)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from blockpilot.cache.pass_plan import PassPlan
+from blockpilot.cache.pass_plan import CONTEXTS, PassPlan, context_classes
 from blockpilot.core.tree import DraftTree
 
 SPARE, LENGTHS = 5, [10, 20, 30, 40]
@@ -78,3 +78,8 @@ def test_tokens_of_a_block_see_each_other() -> None:
     assert found["token_ids"].tolist() == [[9] + [2] * 7, [2] * 8]
     assert found["positions"][0].tolist() == [23, 24, 25, 26, 27, 28, 23, 23] and found["starts"].tolist() == [20, 0]
     assert found["masks"][0, :6, :6].all() and not found["masks"][0, :6, 6:].any()
+
+
+def test_long_contexts_are_prepared_only_where_slots_are_long() -> None:
+    assert context_classes(1000) == CONTEXTS[:1] == context_classes(2048)
+    assert context_classes(2049) == CONTEXTS

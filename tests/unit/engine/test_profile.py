@@ -21,7 +21,7 @@ from blockpilot.engine.profile import (
     read_profile,
     remember,
 )
-from blockpilot.engine.step_timing import ProfilePlan
+from blockpilot.engine.step_timing import GPU_TOTALS, MAX_TOKENS, ProfilePlan
 from blockpilot.pilots.cost_model import StepCosts
 from tests.tiny import make_dflash, make_eagle3, make_llm, make_target
 
@@ -65,8 +65,8 @@ def test_a_gpu_is_measured_with_a_full_batch_too(monkeypatch: pytest.MonkeyPatch
     costs = ensure_costs(llm)  # what is remembered of a batch of one does not suffice
     assert costs.max_batch_size == full
     if full > 1:
-        tokens = {1, 2, 4, 8, 16, 32, 64} | ({5} if full == 2 else set())
-        assert {p.tokens for p in costs.verify if p.batch_size == full} == tokens
+        tokens = {total // full for total in GPU_TOTALS if total % full == 0 and total // full <= MAX_TOKENS}
+        assert len(tokens) > 8 and {p.tokens for p in costs.verify if p.batch_size == full} == tokens
         assert max(p.tokens for p in costs.verify if p.batch_size == 1) == 64
         assert {p.batch_size for p in costs.draft} == {1, full}
     remember(costs)

@@ -127,6 +127,10 @@ def test_the_same_draft_size_is_chosen(seed, is_fitted, is_chain, remembered, co
     best, rate = forecast.best_size(*given)
     with without_numba():
         assert (best, pytest.approx(rate, rel=1e-9)) == forecast.best_size(*given)
+    together = forecast.best_check(*given[:-1])
+    with without_numba():
+        expected = forecast.best_check(*given[:-1])
+        assert (*expected[:2], pytest.approx(expected[2], rel=1e-9)) == together
 
 
 STAIRS = StepCosts(

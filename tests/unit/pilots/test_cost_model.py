@@ -1,6 +1,7 @@
 """Step costs out of measured points."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,6 +81,7 @@ def test_fit_error_sees_a_bump_and_the_spread_of_repeats() -> None:
 
 def test_round_trip() -> None:
     costs = StepCosts((CostPoint(4, 7.5),), (CostPoint(1, 20.0), CostPoint(2, 21.0, 2, 64, 0.1)), 1.5, {"target": "t"})
+    costs = replace(costs, padding=(1, 4, 16))
     again = StepCosts.from_dict(json.loads(json.dumps(costs.to_dict())))
     assert again == costs and again.key == {"target": "t"}
 
@@ -98,3 +100,9 @@ def test_round_trip() -> None:
 def test_bad_costs_are_refused(change: dict[str, object], expected: str) -> None:
     with pytest.raises(InputError, match=expected):
         StepCosts.from_dict(StepCosts.linear().to_dict() | change)
+
+
+def test_padded_checks_cost_what_the_next_size_costs() -> None:
+    costs = StepCosts((), tuple(CostPoint(n, float(n)) for n in (1, 4, 16)), padding=(1, 4, 16))
+    assert costs.verify_row(6).tolist() == [1, 4, 4, 4, 16, 16]
+    assert costs.verify_ms(5) == costs.verify_ms(16) and costs.verify_ms(20) == pytest.approx(20)

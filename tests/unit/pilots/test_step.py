@@ -1,5 +1,7 @@
 """The adaptive pilot: where it stops, when it gives up, and that it changes no token."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,8 @@ from blockpilot.core.errors import InputError
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.forecast import Forecast, Recent
-from blockpilot.pilots.step import FIRST_WAIT, LAST_WAIT, StepPilot
+from blockpilot.pilots.gate import FIRST_WAIT, LAST_WAIT
+from blockpilot.pilots.step import StepPilot
 from tests.tiny import ScriptedDrafter, make_dflash, make_eagle3, make_llm
 from tests.unit.pilots.pieces import make_inputs, sure_candidates
 
@@ -57,6 +60,56 @@ def test_a_busier_batch_checks_less() -> None:
     candidates = sure_candidates(0.7)
     sizes = [len(make_pilot(STEEP).select(make_inputs(batch_size=n), candidates)) for n in (1, 2, 8)]
     assert sizes[0] > sizes[1] >= sizes[2]
+
+
+def round_of(pilots: list[StepPilot], emitted: list[int], shares: list[float]) -> tuple[list[int], list[int]]:
+    """Draft sizes and numbers of nodes of a batch, when its drafts are as sure as told."""
+    inputs = [make_inputs(batch_size=len(pilots), last_emitted=count) for count in emitted]
+    sizes = [pilot.choose(one) for pilot, one in zip(pilots, inputs, strict=True)]
+    drafting = [row for row, size in enumerate(sizes) if size]
+    nodes = [pilots[row].select(inputs[row], sure_candidates(shares[row], depth=sizes[row] - 1)) for row in drafting]
+    return sizes, [len(found) for found in nodes]
+
+
+PADDED = replace(StepCosts.linear(draft=0.2, slope=0.03), padding=(1, 2, 4, 8, 16, 32, 64))
+
+
+def test_requests_of_a_padded_batch_take_one_size_and_learn_from_each_other() -> None:
+    first = StepPilot(Calibration.identity(), PADDED)
+    pilots = [first.start(None) for _ in range(3)]
+    shares, emitted = [0.95, 0.5, 0.05], [0, 0, 0]
+    sizes, counts = round_of(pilots, emitted, shares)
+    assert len(set(sizes)) == 1 and len(set(counts)) == 1 and counts[0] + 1 in PADDED.padding
+    history = {}
+    for brings in (12, 1):  # poor batches check less than good ones, whatever a single draft says
+        for _ in range(60):
+            sizes, counts = round_of(pilots, [min(brings, 1 + count) for count in counts or [0] * 3], shares)
+        history[brings] = counts[0] if counts else 0
+    assert history[1] < history[12]
+
+
+def test_without_padding_each_request_of_a_batch_decides_alone() -> None:
+    first = StepPilot(Calibration.identity(), StepCosts.linear(draft=0.2, slope=0.03))
+    _, counts = round_of([first.start(None) for _ in range(3)], [0, 0, 0], [0.95, 0.5, 0.05])
+    assert len(set(counts)) == 3
+
+
+def test_a_padded_batch_that_drafts_poorly_decodes_plainly_and_probes() -> None:
+    first = StepPilot(Calibration.identity(), replace(StepCosts.linear(draft=0.5, slope=0.2), padding=(1, 2, 4, 8)))
+    pilots = [first.start(None) for _ in range(4)]
+    rounds = [round_of(pilots, [1] * 4, [0.05] * 4)[0] for _ in range(80)]
+    drafted = [bool(sizes[0]) for sizes in rounds]
+    assert all(len(set(sizes)) == 1 for sizes in rounds)
+    assert drafted.count(True) < 20 and not drafted[-1]
+
+
+def test_a_request_left_alone_goes_on_from_what_the_batch_has_seen() -> None:
+    first = StepPilot(Calibration.identity(), PADDED)
+    pilots = [first.start(None) for _ in range(2)]
+    for _ in range(20):
+        round_of(pilots, [9, 9], [0.9, 0.9])
+    pilots[0].choose(make_inputs(last_emitted=9))
+    assert pilots[0].recent.average > 4
 
 
 def drive(pilot: StepPilot, shares: list[float]) -> list[bool]:

@@ -37,7 +37,7 @@ class BenchWorker(Worker):
     def answer_round(self, work: Round, methods: Sequence[Method]) -> tuple[list[Answer], str | None]:
         """The answers of all methods, or why the task does not fit into memory."""
         measurer = self.site.make_measurer(Progress(_ignore, 0))
-        measurer.warm_up([method for method in methods if method not in self.is_warm], work)
+        measurer.warm_up([method for method in methods if method not in self.is_warm], [work])
         self.is_warm.update(methods)
         try:
             return [answer for answers in measurer.answer_round(work, methods) for answer in answers], None

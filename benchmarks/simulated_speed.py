@@ -118,7 +118,7 @@ def plan_profile(arguments: argparse.Namespace) -> ProfilePlan:
     contexts = tuple(map(int, arguments.contexts.split(",")))
     if arguments.quick_profile:
         return ProfilePlan.quick(contexts=contexts, is_gpu=arguments.device.startswith("cuda"))
-    return ProfilePlan(contexts=contexts)
+    return ProfilePlan.full((1,), contexts, is_gpu=arguments.device.startswith("cuda"))
 
 
 def load_engine(

@@ -53,6 +53,10 @@ def random_masks(num_requests: int, count: int) -> Tensor:
         (9, 3, 64, 3, 16, 1, False, 2),
         (6, 2, 16, 2, 33, 8, False, 1),
         (32, 8, 128, 1, 129, 16, True, 4),
+        (32, 8, 128, 3, 1, 16, True, 4),
+        (8, 2, 128, 3, 16, 4, True, 2),
+        (8, 2, 128, 2, 5, 1, False, 1),
+        (8, 2, 128, 3, 3, 2, True, 1),
     ],
 )
 def test_attention(  # type: ignore[no-untyped-def]
@@ -61,7 +65,7 @@ def test_attention(  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     num_tokens = num_requests * count
     caches = [random(num_requests + 2, num_kv, 250, dim, dtype=dtype) for _ in range(2)]
-    slots, starts = integers(*range(1, num_requests + 1)), integers(*(0, 70, 37)[:num_requests])
+    slots, starts = integers(*range(1, num_requests + 1)), integers(*(0, 70, 128)[:num_requests])
     parts = random(num_parts, num_tokens, (num_heads + 2 * num_kv) * dim)
     qkv = Parts(parts, num_parts) if num_parts > 1 else Parts(parts[0].to(dtype))
     positions = torch.randint(0, 100, (num_tokens,), dtype=torch.int32, device=DEVICE)

@@ -96,9 +96,9 @@ class LocalMeasurer(Measurer):
 
         A GPU prepares other shapes for long contexts, so it is warmed up with the longest prompts too.
         """
-        chosen = [rounds[0]]
-        if self.asker.engines.plain.device_type == "cuda":
-            chosen.append(max(rounds, key=_longest_turn))
+        longest = max(rounds, key=_longest_turn)
+        is_gpu = self.asker.engines.plain.device_type == "cuda"
+        chosen = [rounds[0], longest] if is_gpu and longest is not rounds[0] else [rounds[0]]
         for method in methods:
             self.progress.prepare(f"warming up {method.name}")
             try:

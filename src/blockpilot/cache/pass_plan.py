@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.tree import DraftTree
 from blockpilot.models.fused import PassInputs
 
@@ -33,8 +34,8 @@ def context_class(lengths: Sequence[int]) -> int:
 
 
 def context_classes(capacity: int) -> Sequence[int]:
-    """Those that slots of this capacity can come into."""
-    return CONTEXTS[: 1 + sum(context < capacity for context in CONTEXTS[:-1])]
+    """Those that requests can come into whose slots, with room for a tree, have this capacity."""
+    return CONTEXTS[: 1 + sum(context < capacity - MAX_TREE_NODES for context in CONTEXTS[:-1])]
 
 
 class Staging:

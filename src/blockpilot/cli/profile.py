@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from blockpilot.cli.console import print_columns, print_json, print_note, show_progress
+from blockpilot.cli.console import print_columns, print_json, print_note, show_counted, show_progress
 from blockpilot.core.config import EngineConfig
 from blockpilot.core.errors import InputError
 
@@ -56,10 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         from blockpilot.engine.step_timing import ProfilePlan
 
         llm = LLM(arguments.target, drafter=arguments.drafter, pilot="ar", config=config, progress=progress)
-    if arguments.quick:
-        plan = ProfilePlan.quick(batch_sizes, contexts, is_gpu=llm.device_type == "cuda")
-    else:
-        plan = ProfilePlan(batch_sizes=batch_sizes, contexts=contexts)
+    make_plan = ProfilePlan.quick if arguments.quick else ProfilePlan.full
+    plan = make_plan(batch_sizes, contexts, is_gpu=llm.device_type == "cuda")
     costs = _find_costs(llm, plan, is_forced=arguments.force)
     _show(costs, profile_path(dict(costs.key)), is_json=arguments.json)
     return 0
@@ -80,8 +78,8 @@ def _find_costs(llm: "LLM", plan: "ProfilePlan", *, is_forced: bool) -> "StepCos
     if known is not None and _covers(known, plan):
         print_note(f"measured {known.key.get('created')}; --force measures again")
         return known
-    with show_progress("measuring"):
-        return remember(measure(llm, plan))
+    with show_counted("measured") as report:
+        return remember(measure(llm, plan, report))
 
 
 def _covers(costs: "StepCosts", plan: "ProfilePlan") -> bool:

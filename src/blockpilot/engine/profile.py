@@ -15,7 +15,7 @@ from blockpilot import __version__
 from blockpilot.core.config import cache_dir
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
-from blockpilot.engine.step_timing import ProfilePlan, time_steps
+from blockpilot.engine.step_timing import ProfilePlan, Report, time_steps
 from blockpilot.models.packing import REVISION
 from blockpilot.pilots.cost_model import StepCosts
 
@@ -46,9 +46,9 @@ def ensure_costs(llm: "LLM") -> StepCosts:
     return remember(costs)
 
 
-def measure(llm: "LLM", plan: ProfilePlan) -> StepCosts:
+def measure(llm: "LLM", plan: ProfilePlan, report: Report = lambda *_: None) -> StepCosts:
     facts = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "is_quick": plan.is_quick}
-    return time_steps(llm, plan, profile_key(llm) | facts)
+    return time_steps(llm, plan, profile_key(llm) | facts, report)
 
 
 def profile_key(llm: "LLM") -> dict[str, Any]:

@@ -38,6 +38,7 @@ NUM_OBSERVED = 3  # tokens a drafted step keeps, for the overhead
 MAX_TOKENS = 64  # of one request in a check that is timed
 GPU_TOTALS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
 FREE, BEYOND = 1.0, 1e6  # imagined milliseconds: of checks up to a size, and of larger ones
+Report = Callable[[str, int, int], None]  # (what is measured now, done, in all)
 Passes = dict[tuple[str, int], Callable[[], object]]  # ("draft" or "verify", tokens per request) -> run it once
 
 
@@ -50,6 +51,11 @@ class ProfilePlan:
     num_rounds: int = 9
     budget_seconds: float = 20.0  # rounds end early when it is spent; every pass runs at least once
     is_quick: bool = False
+
+    @classmethod
+    def full(cls, batch_sizes: tuple[int, ...], contexts: tuple[int, ...], *, is_gpu: bool = False) -> "ProfilePlan":
+        totals = sorted({*cls.verify_totals, *GPU_TOTALS}) if is_gpu else cls.verify_totals
+        return cls(verify_totals=tuple(totals), batch_sizes=batch_sizes, contexts=contexts)
 
     @classmethod
     def quick(
@@ -67,7 +73,7 @@ class ProfilePlan:
         )
 
 
-def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any]) -> StepCosts:
+def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Report = lambda *_: None) -> StepCosts:
     """Time the plan's passes and name the result. Needs as many free slots as the largest batch."""
     _check_plan(llm, plan)
     places = [(size, context) for size in plan.batch_sizes for context in plan.contexts]
@@ -75,7 +81,8 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any]) -> StepCos
     checks: list[CostPoint] = []
     overheads: dict[int, float] = {}  # by batch size, first the smallest
     num_rounds = plan.num_rounds
-    for batch_size, context in places:
+    for done, (batch_size, context) in enumerate(places):
+        report(f"batch {batch_size}, context {context}", done, len(places))
         with _filled_slots(llm, batch_size, context) as bench:
             passes = bench.passes(plan, with_drafts=context == plan.contexts[0])
             times = _time_rounds(passes, plan.num_rounds, plan.budget_seconds / len(places))
@@ -88,6 +95,7 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any]) -> StepCos
                 found = drafts if kind == "draft" else checks
                 extra = more if kind == "verify" else 0.0
                 found.append(_point([value + extra for value in values], tokens, batch_size, context))
+    report("", len(places), len(places))
     overhead = next(iter(overheads.values()))
     facts = {**key, "num_rounds": num_rounds}
     return StepCosts(tuple(drafts), tuple(checks), overhead, facts, llm.engine.runner.padding)
@@ -155,8 +163,8 @@ class _Bench:
         if tokens == 1:
             return [[] for _ in self.slots]
         if tokens not in self.pilots:
-            points = CostPoint(1, FREE), CostPoint(tokens, FREE), CostPoint(tokens + 1, BEYOND)
-            costs = StepCosts((), points, padding=self.runner.padding and (tokens, tokens + 1))
+            points = [CostPoint(n, ms, len(self.slots)) for n, ms in ((1, FREE), (tokens, FREE), (tokens + 1, BEYOND))]
+            costs = StepCosts((), tuple(points), padding=self.runner.padding and (tokens, tokens + 1))
             pilot = StepPilot(Calibration.identity(), costs)
             self.pilots[tokens] = [pilot.start(None) for _ in self.slots]
         inputs = PilotInputs(
@@ -169,6 +177,7 @@ class _Bench:
             temperature=0.0,
             last_emitted=1,
         )
+        self.pilots[tokens][0].forget()  # a memory of steps that emit nothing would want fewer nodes
         for pilot in self.pilots[tokens]:
             pilot.choose(inputs)
         return [pilot.select(inputs, self.candidates) for pilot in self.pilots[tokens]]

@@ -223,7 +223,11 @@ class FusedEagle3:
         self.layers.store(self.model.midlayer.self_attn, pairs, positions, slots, starts)
 
     def _join(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads [N, 2H], and its second half, the normed hidden states."""
+        """What attention reads [N, 2H], and its second half, the normed hidden states.
+
+        Attention loads old rows while the kernel before it runs. In a chain of passes the pass before wrote some of
+        them; this concatenation, which starts when everything before it has ended, keeps the two apart.
+        """
         layer = self.model.midlayer
         normed = self.layers.norm(layer.hidden_norm, hidden)
         return torch.cat((self.layers.norm(layer.input_layernorm, embeddings), normed), dim=-1), normed

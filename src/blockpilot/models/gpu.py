@@ -1,8 +1,10 @@
 """What a GPU offers: kernels, graphs of kernels, memory."""
 
+import gc
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -56,13 +58,26 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any = None) -> 
     return _Graph(run, pool)
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Graphs and their owners refer to each other, so that garbage collection alone frees them. If it did so while
+    another graph is recorded, the recording could fail, or the process."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class _Graph:
     """A recorded function. It keeps the function, and with it every tensor that the recording reads."""
 
     def __init__(self, run: Callable[[], None], pool: Any) -> None:
         self._run = run
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with _no_collection(), torch.cuda.graph(self._graph, pool=pool):
             run()
 
     def __call__(self) -> None:

@@ -177,8 +177,8 @@ class StepCosts:
         row = self._verify.row(self._padded(num_tokens), batch_size, context_length)
         if not self.padding:
             return row
-        places: Values = row[[self._padded(tokens) - 1 for tokens in range(1, num_tokens + 1)]]
-        return places
+        padded: Values = row[self._padded_places[:num_tokens]]
+        return padded
 
     def _padded(self, tokens: int) -> int:
         return next((size for size in self.padding if size >= tokens), tokens)
@@ -213,6 +213,11 @@ class StepCosts:
             return cls(draft, verify, float(values["overhead_ms"]), dict(values["key"]), padding)
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"these are no step costs: {error}") from error
+
+    @cached_property
+    def _padded_places(self) -> NDArray[np.int64]:
+        """Where in a row the cost of 1, 2, .. tokens stands, as many as a tree may have."""
+        return np.array([self._padded(tokens) - 1 for tokens in range(1, MAX_TREE_NODES + 2)])
 
     @cached_property
     def _draft(self) -> CostSurface:

@@ -17,7 +17,7 @@ from blockpilot.core.errors import InputError
 from blockpilot.pilots import switch
 from blockpilot.pilots.base import Nodes, Pilot, PilotInputs, PrefillState
 from blockpilot.pilots.calibration import Calibration
-from blockpilot.pilots.cost_model import StepCosts
+from blockpilot.pilots.cost_model import StepCosts, Values
 from blockpilot.pilots.forecast import Forecast, Recent
 from blockpilot.pilots.gate import Gate
 from blockpilot.pilots.growth import Growth, falling_costs, grow_calibrated
@@ -50,6 +50,7 @@ class StepPilot(Pilot):
         self._tables = StepTables(self.costs, self.draft_sizes, self._forecast.num_nodes)
         self._growth: Growth | None = None  # what the last step checked; None: it did not draft
         self._together = Together()  # shared by all requests
+        self._was_shared = False  # whether this request has ever decided with others
         switch.load_compiled()
 
     @property
@@ -63,8 +64,14 @@ class StepPilot(Pilot):
     def start(self, prefill: PrefillState | None) -> "StepPilot":
         """A copy that shares everything but what a request remembers."""
         started = copy.copy(self)
-        started.recent, started.gate, started._growth = Recent(), Gate(), None
+        started.recent, started.gate, started._growth, started._was_shared = Recent(), Gate(), None, False
+        self._together.join(started)
         return started
+
+    def forget(self) -> None:
+        """Everything that steps have taught, as if the request and its batch had just begun."""
+        self.recent, self.gate, self._growth = Recent(), Gate(), None
+        self._together.forget()
 
     def choose(self, inputs: PilotInputs) -> int:
         is_shared = self._is_shared(inputs)
@@ -78,9 +85,9 @@ class StepPilot(Pilot):
         count = bisect_right(self.draft_sizes, inputs.max_block_size)
         if not count:
             return 0
-        table = self._tables.at(inputs.batch_size, inputs.context_length)
         if is_shared:
-            return self._choose_together(table, count)
+            return self._choose_together(inputs, count)
+        table = self._tables.at(inputs.batch_size, inputs.context_length)
         best, rate = self._forecast.best_size(recent, table.step_ms, count, inputs.num_remaining)
         return self.draft_sizes[best] if self._is_open(self.gate, table, best, rate) else 0
 
@@ -109,25 +116,30 @@ class StepPilot(Pilot):
 
     def _memory(self, *, is_shared: bool) -> Recent:
         if is_shared:
+            self._was_shared = True
             return self._together.recent
-        if not self.recent.has_drafted and self._together.recent.has_drafted:
+        if self._was_shared and not self.recent.has_drafted:
             self.recent = replace(self._together.recent)  # left alone, a request goes on from what all have seen
         return self.recent
 
-    def _choose_together(self, table: StepTable, count: int) -> int:
+    def _choose_together(self, inputs: PilotInputs, count: int) -> int:
         together = self._together
-        if together.begins_round(id(self)):
+        if together.begins_round(self):
+            table = self._tables.at(inputs.batch_size, inputs.context_length)
             best, together.num_nodes, rate = self._forecast.best_check(together.recent, table.step_ms, count)
             is_open = self._is_open(together.gate, table, best, rate)
             together.draft_size = self.draft_sizes[best] if is_open else 0
+            if is_open and together.gate.is_closed:  # a probe that checked nothing would teach nothing
+                together.num_nodes = max(together.num_nodes, int(self._limits(table, best).argmax()))
         return together.draft_size
 
     def _is_open(self, gate: Gate, table: StepTable, best: int, rate: float) -> bool:
         """Whether to draft at the best size, which promises so many tokens per millisecond."""
         plain_ms = float(table.rest_ms[0])
+        return gate.is_open(rate * plain_ms, lambda: float(self._limits(table, best).max()) * plain_ms)
 
-        def limit() -> float:
-            reach = np.minimum(np.arange(1, len(table.rest_ms) + 1), self.draft_sizes[best])
-            return float((reach / table.step_ms[best]).max()) * plain_ms
-
-        return gate.is_open(rate * plain_ms, limit)
+    def _limits(self, table: StepTable, best: int) -> Values:
+        """Tokens per millisecond [nodes + 1] if every node were right."""
+        reach = np.minimum(np.arange(1, len(table.rest_ms) + 1), self.draft_sizes[best])
+        limits: Values = reach / table.step_ms[best]
+        return limits

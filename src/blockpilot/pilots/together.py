@@ -2,10 +2,13 @@
 
 A GPU pads a check to its largest tree: if each request took as many nodes as pay for it alone, all would pay for the
 one that takes most. So the requests of a batch share a memory, a gate, a draft size and a number of nodes, decided once
-in a round from what the rounds before have brought. Each still grows the tree that is best for itself.
+in a round from what the rounds before have brought. Each still grows the tree that is best for itself. When the last
+request has gone, so has what they knew.
 """
 
+import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 from blockpilot.pilots.forecast import Recent
 from blockpilot.pilots.gate import Gate
@@ -17,12 +20,22 @@ class Together:
     gate: Gate = field(default_factory=Gate)
     draft_size: int = 0
     num_nodes: int = 0
-    _asked: set[int] = field(default_factory=set)  # requests that have asked in this round
+    _members: list["weakref.ref[Any]"] = field(default_factory=list)  # pilots of requests
+    _asked: set[int] = field(default_factory=set)  # those that have asked in this round
 
-    def begins_round(self, request: int) -> bool:
-        """Whether this request is the first to ask: no other has, or it has itself."""
-        is_first = not self._asked or request in self._asked
+    def join(self, member: object) -> None:
+        self._members = [known for known in self._members if known() is not None]
+        if not self._members:
+            self.forget()
+        self._members.append(weakref.ref(member))
+
+    def forget(self) -> None:
+        self.recent, self.gate, self._asked = Recent(), Gate(), set()
+
+    def begins_round(self, member: object) -> bool:
+        """Whether this one is the first to ask: no other has, or it has itself."""
+        is_first = not self._asked or id(member) in self._asked
         if is_first:
             self._asked.clear()
-        self._asked.add(request)
+        self._asked.add(id(member))
         return is_first

@@ -1,6 +1,5 @@
 """The report as Markdown, with links to the figures beside it."""
 
-import json
 from collections.abc import Sequence
 
 from blockpilot.report.content import Content, Section
@@ -14,7 +13,7 @@ def write_markdown(content: Content) -> str:
     parts += ["## Published, other models", content.published_note, _table(content.published)]
     parts.append("## Manifests")
     for section in content.sections:
-        parts.append(f"{section.run.name}:\n```json\n{json.dumps(section.run.manifest, indent=1)}\n```")
+        parts.append(f"{section.run.name}:\n```json\n{section.run.manifest_text}\n```")
     return "\n\n".join(parts) + "\n"
 
 

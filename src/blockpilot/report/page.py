@@ -1,6 +1,5 @@
 """The report as one HTML file that needs nothing else: styles and figures are inside."""
 
-import json
 from html import escape
 
 from blockpilot.report.content import Content, DrawnFigure, Section
@@ -62,7 +61,7 @@ def write_page(content: Content) -> str:
     body += ["<h2>Published, other models</h2>", f"<p>{escape(content.published_note)}</p>", _table(content.published)]
     body.append("<h2>Manifests</h2>")
     for section in content.sections:
-        manifest = escape(json.dumps(section.run.manifest, indent=1))
+        manifest = escape(section.run.manifest_text)
         body.append(f"<details><summary>{escape(section.run.name)}</summary><pre>{manifest}</pre></details>")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

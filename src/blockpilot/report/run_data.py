@@ -33,6 +33,7 @@ NEEDED: tuple[str, ...] = (
 )
 NEEDED += ("tau_loop_free", "loop_share", "tokens_per_second", "speedup", "speedup_ci", "end_to_end_speedup")
 NEEDED += ("mismatches", "near_ties", "manifest")
+MAX_DIFFERENCES = 20  # that a page lists
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,15 @@ class Run:
     manifest: dict[str, Any]
     rows: list[Row]  # of tasks and, where there are several, of their mean
     samples: list[dict[str, Any]]
+
+    @property
+    def manifest_text(self) -> str:
+        """The manifest for readers: long lists, which figures and notes speak of, only by their length."""
+        shown = {key: value for key, value in self.manifest.items() if key not in ("differences", "sessions")}
+        found, sessions = self.manifest.get("differences", []), self.manifest.get("sessions", [])
+        shown["differences"] = found if len(found) <= MAX_DIFFERENCES else f"{len(found)}, listed in manifest.json"
+        shown["sessions"] = [{k: v for k, v in session.items() if k != "step_costs"} for session in sessions]
+        return json.dumps(shown, indent=1)
 
     @property
     def tasks(self) -> list[str]:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from blockpilot.cache.pass_plan import CONTEXTS, PassPlan, context_classes
+from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.tree import DraftTree
 
 SPARE, LENGTHS = 5, [10, 20, 30, 40]
@@ -81,5 +82,5 @@ def test_tokens_of_a_block_see_each_other() -> None:
 
 
 def test_long_contexts_are_prepared_only_where_slots_are_long() -> None:
-    assert context_classes(1000) == CONTEXTS[:1] == context_classes(2048)
-    assert context_classes(2049) == CONTEXTS
+    assert context_classes(1000) == CONTEXTS[:1] == context_classes(2048 + MAX_TREE_NODES)
+    assert context_classes(2049 + MAX_TREE_NODES) == CONTEXTS

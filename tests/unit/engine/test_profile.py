@@ -1,6 +1,7 @@
 """Measuring step costs with tiny models, and remembering them."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -177,3 +178,25 @@ def test_the_command_prints_a_table_then_remembers(capsys: pytest.CaptureFixture
 def test_bad_lists_are_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", f"{flag}={value}"]) == 2
     assert flag in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("padding", [(), (1, 2, 4, 8, 16, 32, 64)])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_timed_checks_have_the_size_they_are_recorded_under(
+    monkeypatch: pytest.MonkeyPatch, padding: tuple[int, ...], batch_size: int
+) -> None:
+    llm = make_llm(drafter=make_dflash(is_second=True), num_slots=batch_size)
+    runner = llm.engine.runner
+    monkeypatch.setattr(runner, "padding", padding)
+    sizes: list[set[int]] = []
+    verify = runner.verify
+    monkeypatch.setattr(
+        runner, "verify", lambda trees, taps: sizes.append({len(tree) for _, tree in trees}) or verify(trees, taps)
+    )
+    totals = tuple(batch_size * tokens for tokens in (1, 2, 8, 33, 64))
+    costs = measure(llm, replace(PLAN, batch_sizes=(batch_size,), verify_totals=totals, num_rounds=12))
+    assert costs.padding == padding
+    assert {1, 2, 8, 33, 64} <= {size for step in sizes for size in step}
+    assert all(len(step) == 1 and step <= {1, 2, 3, 8, 33, 64} for step in sizes)  # 3 of what overhead is measured with
+    counts = Counter(size for step in sizes for size in step)
+    assert counts[64] == counts[33] == counts[8] == 13  # one warms up

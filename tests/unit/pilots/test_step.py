@@ -80,12 +80,12 @@ def test_requests_of_a_padded_batch_take_one_size_and_learn_from_each_other() ->
     shares, emitted = [0.95, 0.5, 0.05], [0, 0, 0]
     sizes, counts = round_of(pilots, emitted, shares)
     assert len(set(sizes)) == 1 and len(set(counts)) == 1 and counts[0] + 1 in PADDED.padding
-    history = {}
-    for brings in (12, 1):  # poor batches check less than good ones, whatever a single draft says
+    checked: dict[int, list[int]] = {12: [], 1: []}
+    for brings, found in checked.items():  # poor batches check less than good ones, whatever a single draft says
         for _ in range(60):
             sizes, counts = round_of(pilots, [min(brings, 1 + count) for count in counts or [0] * 3], shares)
-        history[brings] = counts[0] if counts else 0
-    assert history[1] < history[12]
+            found.append(counts[0] if counts else 0)
+    assert sum(checked[1][20:]) < sum(checked[12][20:]) / 2
 
 
 def test_without_padding_each_request_of_a_batch_decides_alone() -> None:
@@ -101,6 +101,21 @@ def test_a_padded_batch_that_drafts_poorly_decodes_plainly_and_probes() -> None:
     drafted = [bool(sizes[0]) for sizes in rounds]
     assert all(len(set(sizes)) == 1 for sizes in rounds)
     assert drafted.count(True) < 20 and not drafted[-1]
+
+
+def test_a_batch_forgets_when_its_last_request_has_gone() -> None:
+    first = StepPilot(Calibration.identity(), PADDED)
+    pilots = [first.start(None) for _ in range(2)]
+    fresh, _ = round_of(pilots, [0, 0], [0.9, 0.9])
+    drafted = [bool(round_of(pilots, [1, 1], [0.05, 0.05])[0][0]) for _ in range(60)]
+    assert fresh[0] and sum(drafted[-30:]) < 6
+    pilots.append(first.start(None))  # joins those who know better
+    drafted = [bool(round_of(pilots, [1, 1, 1], [0.05] * 3)[0][0]) for _ in range(30)]
+    assert sum(drafted) < 6
+    pilots.clear()
+    again = [first.start(None) for _ in range(2)]
+    assert round_of(again, [0, 0], [0.9, 0.9])[0] == fresh
+    assert again[0].choose(make_inputs()) == first.start(None).choose(make_inputs())
 
 
 def test_a_request_left_alone_goes_on_from_what_the_batch_has_seen() -> None:

@@ -6,6 +6,11 @@ from typing import Any
 
 SPEEDS = {"ar": 1.0, "ngram": 0.9, "dflash:4": 1.5, "dflash:8": 1.4, "dflash:16": 0.7, "best-fixed": 1.5, "auto": 1.75}
 TAUS = {"ar": 1.0, "ngram": 1.2, "dflash:4": 2.5, "dflash:8": 3.0, "dflash:16": 3.25, "best-fixed": 2.5, "auto": 2.75}
+COST_POINTS = [
+    {"tokens": tokens, "ms": tokens + batch, "batch_size": batch, "context_length": 256}
+    for batch in (1, 4)
+    for tokens in (1, 4, 16)
+]
 
 
 def make_row(task: str, method: str, **values: Any) -> dict[str, Any]:
@@ -59,6 +64,7 @@ def write_run(folder: Path, rows: list[dict[str, Any]] | None = None, **manifest
         "near_tie_gap": 1e-4,
         "drafters": {"dflash": {"name": "small-drafter", "sha256": "00"}},
         "arguments": {"split": "test", "max_new_tokens": 16, "repeats": 1, "concurrency": 1},
+        "sessions": [{"step_costs": {"verify": COST_POINTS, "draft": COST_POINTS[2:], "overhead_ms": 1.0}}],
         "best_fixed": {"size": 5, "size_by_task": {"gsm8k": 6, "mt_bench": 4}},
     }
     (folder / "manifest.json").write_text(json.dumps(facts | manifest), encoding="utf-8")

@@ -15,7 +15,7 @@ from blockpilot.report.notes import write_notes
 from blockpilot.report.run_data import read_run
 from tests.unit.report.pieces import SPEEDS, make_row, write_run
 
-FIGURES = ["speedups", "speed-by-size", "tau-by-size", "best-sizes", "acceptance", "time-split"]
+FIGURES = ["speedups", "speed-by-size", "tau-by-size", "best-sizes", "acceptance", "time-split", "step-costs"]
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +84,10 @@ def test_missing_data_leaves_a_sentence(tmp_path: Path) -> None:
     for row in rows:
         for name in ("positions", "milliseconds_per_step", "per_prompt"):
             del row[name]
-    folder = write_run(tmp_path / "run", rows)
+    folder = write_run(tmp_path / "run", rows, sessions=[])
     (folder / "samples.jsonl").unlink()
     files = build_report([folder], tmp_path / "out")
-    assert [path.stem for path in files.figures] == ["speedups"] and len(files.left_out) == 5
+    assert [path.stem for path in files.figures] == ["speedups"] and len(files.left_out) == 6
     page = files.html.read_text(encoding="utf-8")
     assert "it needs dflash:B for two block sizes or more" in page and "the run holds no sample" in page
     assert "Left out: Acceptance by position, because" in files.markdown.read_text(encoding="utf-8")
@@ -142,3 +142,10 @@ def test_bad_folders_are_named(tmp_path: Path, name: str, content: str | None, m
         read_run(folder)
     with pytest.raises(InputError, match="is no folder"):
         read_run(tmp_path / "nowhere")
+
+
+def test_a_page_does_not_list_every_difference(tmp_path: Path) -> None:
+    many = [{"task": "gsm8k", "method": "auto", "gap": 0.25, "is_near_tie": True, "prompt_id": "x"}] * 500
+    files = build_report([write_run(tmp_path / "run", differences=many)], tmp_path / "out")
+    text = files.markdown.read_text(encoding="utf-8")
+    assert "500, listed in manifest.json" in text and len(text) < 20_000 and '"device": "A processor"' in text

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
+from blockpilot.report.figures.costs import draw_step_costs
 from blockpilot.report.figures.lengths import draw_acceptance, draw_best_sizes, draw_tau_by_size
 from blockpilot.report.figures.speed import draw_speed_by_size, draw_speedups, draw_time_split
 from blockpilot.report.run_data import Run
@@ -57,5 +58,11 @@ CATALOGUE = (
         "Where a step's time goes",
         "Mean milliseconds of one step. Other: keeping the cache, showing the drafter what was kept, text.",
         draw_time_split,
+    ),
+    Kind(
+        "step-costs",
+        "What steps cost on this machine",
+        "Measured before decoding, the host's work included. Adaptive methods weigh tokens against these milliseconds.",
+        draw_step_costs,
     ),
 )

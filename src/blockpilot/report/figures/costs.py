@@ -34,7 +34,7 @@ def draw_step_costs(run: Run) -> Figure | str:
         axes.set_ylim(bottom=0)
         axes.grid(axis="y")
     figure.axes[0].set_ylabel("milliseconds")
-    figure.axes[0].legend(loc="upper left")
+    figure.axes[1].legend(*figure.axes[0].get_legend_handles_labels(), loc="upper left")  # drafts leave room
     return figure
 
 

@@ -22,7 +22,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from blockpilot.bench.methods import choose_drafters, parse_methods
 from blockpilot.bench.run import BenchRun
 from blockpilot.bench.site import BenchSetup, LocalSite
 from blockpilot.bench.statistics import add_up, speedup, speedup_interval
-from blockpilot.bench.tasks import TaskPrompts, read_task
+from blockpilot.bench.tasks import read_task
 from blockpilot.cli.console import print_columns, show_counted
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
@@ -81,8 +81,8 @@ def make_setup(arguments: argparse.Namespace) -> BenchSetup:
     dtype = arguments.dtype or ("float32" if arguments.device == "cpu" else "bfloat16")
     methods = parse_methods(METHODS, device=arguments.device, target=arguments.target)
     tasks = tuple(
-        first_turns(read_task(name.strip(), data=arguments.data, split="test")) for name in arguments.tasks.split(",")
-    )
+        read_task(name.strip(), data=arguments.data, split="test").first_turns() for name in arguments.tasks.split(",")
+    )  # a second turn would start from different first answers where engines differ
     config = BenchConfig(
         tasks=tuple(task.name for task in tasks),
         methods=tuple(method.name for method in methods),
@@ -100,12 +100,6 @@ def make_setup(arguments: argparse.Namespace) -> BenchSetup:
         device=arguments.device,
         dtype=dtype,
     )
-
-
-def first_turns(task: TaskPrompts) -> TaskPrompts:
-    """A second turn would start from different first answers where engines differ."""
-    short = [tuple(replace(p, later_turns=()) for p in prompts) for prompts in (task.prompts, task.calibration)]
-    return replace(task, prompts=short[0], calibration=short[1])
 
 
 def build_peers(

@@ -27,7 +27,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -111,7 +110,7 @@ def read_tasks(arguments: argparse.Namespace) -> list[TaskPrompts]:
     given = arguments.tasks
     names = default_tasks(arguments.data) if given is None else [name.strip() for name in given.split(",")]
     tasks = [read_task(name, data=arguments.data, split=arguments.split) for name in dict.fromkeys(names)]
-    return [replace(task, prompts=tuple(replace(p, later_turns=()) for p in task.prompts)) for task in tasks]
+    return [task.first_turns() for task in tasks]
 
 
 def plan_profile(arguments: argparse.Namespace) -> ProfilePlan:

@@ -5,7 +5,7 @@ sample of a set sorted by topic, and more prompts only add to fewer.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,12 @@ class TaskPrompts:
     prompts: tuple[Prompt, ...]  # those to measure, in the order of their digests
     calibration: tuple[Prompt, ...]  # those to choose on
     source: dict[str, Any]  # file name and checksum
+
+    def first_turns(self) -> "TaskPrompts":
+        prompts, calibration = (
+            tuple(replace(prompt, later_turns=()) for prompt in one) for one in (self.prompts, self.calibration)
+        )
+        return replace(self, prompts=prompts, calibration=calibration)
 
 
 def default_tasks(data: Path | None) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
                 found = drafts if kind == "draft" else checks
                 extra = more if kind == "verify" else 0.0
                 found.append(_point([value + extra for value in values], tokens, batch_size, context))
-    report("", len(places), len(places))
+    report("draft and check times", len(places), len(places))
     overhead = next(iter(overheads.values()))
     facts = {**key, "num_rounds": num_rounds}
     return StepCosts(tuple(drafts), tuple(checks), overhead, facts, llm.engine.runner.padding)

@@ -2,8 +2,8 @@
 
 Both decisions maximise the same figure, expected tokens per millisecond, with what is known at that time: a forecast
 from the last steps before drafting, the draft's own calibrated probabilities after it. Where drafting cannot win the
-request decodes plainly and probes now and then. Decisions depend on inputs alone, never on a clock: replay repeats
-them exactly.
+request decodes plainly and probes now and then. Decisions never depend on a clock: replay repeats those of a request
+exactly, unless it shared them with a batch (`together.py`).
 """
 
 import copy

@@ -21,15 +21,8 @@ as a CUDA graph and replayed for ever. On GPUs that can (Hopper and later) a ker
 still runs and waits for its results only where it needs them; `linear` meanwhile calls its weights into the cache.
 """
 
-from blockpilot.models.gpu_kernels.attention import (
-    MAX_TILE,
-    attend,
-    choose_splits,
-    move_rows,
-    rotate_attend,
-    rotate_store,
-    store_context,
-)
+from blockpilot.models.gpu_kernels.attention import MAX_TILE, attend, choose_splits, rotate_attend
+from blockpilot.models.gpu_kernels.cache_rows import move_rows, rotate_store, store_context
 from blockpilot.models.gpu_kernels.products import gated_linear, linear, routed_mlp
 from blockpilot.models.gpu_kernels.ranking import gumbel, rank_tokens, score_pairs, send_back
 from blockpilot.models.gpu_kernels.sublayers import add_norm, convolve, gate

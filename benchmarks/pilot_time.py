@@ -4,9 +4,9 @@
 
 Every pilot walks through the same requests, step by step as `speculative_step` runs it, one request at a time. Requests
 are read from folders of traces, or drawn from a seed: blocks of 15 positions and 16 candidates with pairwise scores
-(`--plain`: without). One JSON row per pilot: medians over all steps of `choose`, `select`, building the tree and
-walking it (`accept`), `step_us` for the first three together, and the mean number of nodes. Step costs are a line like
-an H200's with the default pair, unless told otherwise: they decide how many nodes are worth a look.
+(`--plain`: without). One JSON row per pilot: medians over all steps of `choose`, `select` (the tree is built in it) and
+walking the tree (`accept`), `step_us` for the first two together, and the mean number of nodes. Step costs are a line
+like an H200's with the default pair, unless told otherwise: they decide how many nodes are worth a look.
 
 In an engine other code runs between a pilot's calls and pushes it out of the processor's caches, which doubles its time
 and more. So 8 MB are read before every call here; `--warm` leaves that out.
@@ -42,8 +42,7 @@ class StepTime:
     """Microseconds of one step."""
 
     choose: float
-    select: float
-    build: float
+    select: float  # and build the tree
     accept: float
     num_nodes: int
 
@@ -82,11 +81,11 @@ def read_requests(arguments: argparse.Namespace) -> list[Trace]:
 def summarize(steps: Sequence[StepTime]) -> dict[str, Any]:
     medians = {
         name: round(statistics.median(getattr(step, name) for step in steps), 1)
-        for name in ("choose", "select", "build", "accept")
+        for name in ("choose", "select", "accept")
     }
     return {
         **{f"{name}_us": value for name, value in medians.items()},
-        "step_us": round(statistics.median(step.choose + step.select + step.build for step in steps), 1),
+        "step_us": round(statistics.median(step.choose + step.select for step in steps), 1),
         "nodes": round(statistics.fmean(step.num_nodes for step in steps), 1),
         "steps": len(steps),
     }
@@ -103,17 +102,16 @@ def walk(trace: Trace, pilot: Pilot, *, is_warm: bool = True) -> Iterator[StepTi
         chosen = time.perf_counter()
         candidates = show_draft(trace, size, anchor, pilot.num_candidates) if size > 1 else None
         drafted = pause(is_warm)
-        nodes = [] if candidates is None else pilot.select(inputs, candidates)
+        is_plain = candidates is None
+        tree = DraftTree.chain(ABSENT, []) if is_plain else pilot.select_tree(inputs, candidates, ABSENT)
         selected = time.perf_counter()
-        tree = DraftTree.build(ABSENT, nodes).up_to(inputs.num_remaining - 1)
-        built = time.perf_counter()
         ranks = [*(trace.draft(size).true_ranks[anchor].tolist() if size > 1 else ()), ABSENT]
         target_ids = [ranks[min(depth, len(ranks) - 1)] for depth in tree.depths]
         verified = pause(is_warm)
         accepted = accept(tree, target_ids)
         ended = time.perf_counter()
-        times = (chosen - started, selected - drafted, built - selected, ended - verified)
-        yield StepTime(*(seconds * 1e6 for seconds in times), num_nodes=len(nodes))
+        times = (chosen - started, selected - drafted, ended - verified)
+        yield StepTime(*(seconds * 1e6 for seconds in times), num_nodes=len(tree) - 1)
         emitted = len(accepted.emitted_ids)
         anchor, num_steps = anchor + emitted, num_steps + 1
 

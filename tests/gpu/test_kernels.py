@@ -101,6 +101,8 @@ def test_norms_gates_and_convolutions(kernels, dtype: torch.dtype) -> None:  # t
         expected = reference.add_norm(x, delta, weight, 1e-6, convolution)
         assert_close(found[0], expected[0], dtype)
         assert_close(found[1], expected[1], dtype)
+    ids = integers(4, 0, 5, 5, 1)
+    assert torch.equal(kernels.embed(ids, x), x[ids.long()])
     assert_close(kernels.convolve(x, around), reference.convolve(x, around), dtype)
     assert_close(kernels.gate(gates, dtype), reference.gate(gates, dtype), dtype)
 
@@ -108,7 +110,16 @@ def test_norms_gates_and_convolutions(kernels, dtype: torch.dtype) -> None:  # t
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_tokens", "size", "num_rows"),
-    [(1, 96, 70), (1, 2560, 6144), (3, 576, 960), (16, 4096, 2560), (17, 320, 128), (64, 640, 256), (65, 96, 64)],
+    [
+        (1, 96, 70),
+        (1, 2560, 6144),
+        (3, 576, 960),
+        (16, 4096, 2560),
+        (17, 320, 128),
+        (64, 640, 256),
+        (65, 96, 64),
+        (512, 576, 960),
+    ],
 )
 def test_linear(kernels, dtype: torch.dtype, num_tokens: int, size: int, num_rows: int) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
@@ -120,6 +131,25 @@ def test_linear(kernels, dtype: torch.dtype, num_tokens: int, size: int, num_row
     assert_close(kernels.gated_linear(x, scaled, 132), torch.nn.functional.silu(gates) * ups, dtype)
     out = torch.empty(num_tokens, num_rows, dtype=dtype, device=DEVICE)
     assert_close(kernels.linear(x, weight, 132, out=out).values, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize(("size", "num_rows"), [(576, 960), (1024, 512), (2560, 130), (96, 6), (9728, 64)])
+def test_products_behind_a_norm(kernels, dtype: torch.dtype, num_tokens: int, size: int, num_rows: int) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    x, norm = random(num_tokens, size, dtype=dtype), random(size, dtype=dtype)
+    weight = (random(num_rows, size) / size**0.5).to(dtype)
+    for delta in (None, Parts(random(3, num_tokens, size), 3), Parts(random(num_tokens, size, dtype=dtype))):
+        given = (x, delta, norm, 1e-6, weight, 132)
+        total, product = kernels.norm_linear(*given)
+        expected_total, expected = reference.norm_linear(*given)
+        assert_close(total, expected_total, dtype)
+        assert_close(product.total, expected.total, dtype)
+        total, gated = kernels.norm_gated_linear(*given)
+        expected_total, expected_gated = reference.norm_gated_linear(*given)
+        assert_close(total, expected_total, dtype)
+        assert_close(gated, expected_gated, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -152,7 +182,7 @@ def test_rows_are_stored_and_moved(kernels, dtype: torch.dtype) -> None:  # type
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "size", "num_best"), [(1, 100, 4), (15, 49152, 16), (3, 16384, 1)])
+@pytest.mark.parametrize(("num_rows", "size", "num_best"), [(1, 100, 4), (15, 49152, 16), (3, 16384, 1), (2, 5000, 5)])
 def test_rank_tokens(kernels, dtype: torch.dtype, num_rows: int, size: int, num_best: int) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     logits = torch.stack([torch.randperm(size, device=DEVICE) for _ in range(num_rows)]).float().mul(1e-3).to(dtype)

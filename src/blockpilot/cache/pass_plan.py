@@ -4,9 +4,10 @@ A shape is (requests, tokens per request), rounded up so that there are few. Req
 belong to a spare slot, or stand behind a request's own rows; nobody reads what they compute.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
-from struct import pack, pack_into
+from struct import Struct, pack, pack_into
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.tree import DraftTree
 from blockpilot.models.fused import PassInputs
+from blockpilot.models.gpu import fused_kernels
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (2048, 1 << 30)  # how long slots are, roughly: long ones are read by more programs
@@ -26,7 +28,8 @@ MASK_CODES = {1: "I", 2: "Q"}  # a mask of so many words is one number of this k
 
 def round_up(value: int, steps: Sequence[int]) -> int:
     """The smallest step that holds the value; the value itself beyond the last."""
-    return next((step for step in steps if step >= value), value)
+    place = bisect_left(steps, value)
+    return steps[place] if place < len(steps) else value
 
 
 def context_class(lengths: Sequence[int]) -> int:
@@ -47,15 +50,21 @@ class Staging:
         self._device = torch.zeros(total, dtype=torch.int32, device=device)
         parts = [buffer.split(list(sizes.values())) for buffer in (self._host, self._device)]
         self._numbers = self._host.numpy()
+        self.memory = self._numbers.data
         self.host: dict[str, NDArray[Any]] = {name: part.numpy() for name, part in zip(sizes, parts[0], strict=True)}
         self.device = dict(zip(sizes, parts[1], strict=True))
 
     def send(self) -> None:
-        """Part of a captured pass: what is on the host when the graph runs is what the device gets."""
-        self._device.copy_(self._host, non_blocking=True)
+        """Part of a captured pass: what is on the host when the graph runs is what the device gets.
 
-    def clear(self) -> None:
-        self._numbers[:] = 0
+        The kernel behind it must be one that waits for everything before it, as `embed` does: later ones look at
+        slots and lengths before they wait.
+        """
+        fused_kernels(self._device.device).send(self._host, self._device)
+
+    def write(self, numbers: Sequence[int], start: int = 0) -> None:
+        """From the number at `start` on, over the borders of arrays: on the host's critical path one call is best."""
+        pack_into(f"<{len(numbers)}i", self.memory, 4 * start, *numbers)
 
     def copy(self) -> NDArray[Any]:
         """What is on the host now, for `restore`."""
@@ -95,6 +104,7 @@ class PassPlan:
         self._slots[:] = spare_slot
         self._masks[:, :, 0] = 1
         self._mask_bytes = host["masks"].data.cast("B")
+        self._layout = Struct(f"<{2 * count + 2}i{4 * count * words}s")  # of all arrays, where there is one request
         self._blank = self.staging.copy()
         self.staging.send()
 
@@ -104,17 +114,39 @@ class PassPlan:
 
     def write_trees(self, trees: Sequence[tuple[int, DraftTree]], lengths: Sequence[int]) -> None:
         """A tree (slot, tree) behind each slot's committed rows."""
+        if self.num_requests == 1:
+            self._write_tree(*trees[0], lengths)
+            return
         starts = self._place([slot for slot, _ in trees], lengths)
         self._write_shapes([_tree_shape(tree.parents, self.count) for _, tree in trees], starts)
         write_rows(self._ids, [tree.token_ids for _, tree in trees])
 
     def write_blocks(self, blocks: Sequence[tuple[int, int, int, int]], lengths: Sequence[int], mask_id: int) -> None:
         """A drafter's block (slot, anchor id, position, size) behind each slot's rows; its tokens see each other."""
+        if self.num_requests == 1:
+            self._write_block(*blocks[0], lengths, mask_id)
+            return
         slots, anchor_ids, positions, sizes = zip(*blocks, strict=True)
         self._place(slots, lengths)
         self._write_shapes([_block_shape(size, self.count) for size in sizes], positions)
         self._ids[:] = mask_id
         self._ids[: len(blocks), 0] = anchor_ids
+
+    def _write_tree(self, slot: int, tree: DraftTree, lengths: Sequence[int]) -> None:
+        """Of the only request. It waits for every microsecond of this, and one call for all arrays takes the fewest."""
+        start, num_extra = lengths[slot], self.count - len(tree)
+        ids = (*tree.token_ids, *[0] * num_extra)
+        positions = (*[start + depth for depth in tree.depths], *[start] * num_extra)
+        masks = _pack_masks(_tree_masks(tree.parents), self.count)
+        self._layout.pack_into(self.staging.memory, 0, *ids, *positions, slot, start, masks)
+
+    def _write_block(
+        self, slot: int, anchor_id: int, position: int, size: int, lengths: Sequence[int], mask_id: int
+    ) -> None:
+        ids = (anchor_id, *[mask_id] * (self.count - 1))
+        positions = (*range(position, position + size), *[position] * (self.count - size))
+        _, masks = _block_shape(size, self.count)
+        self._layout.pack_into(self.staging.memory, 0, *ids, *positions, slot, lengths[slot], masks)
 
     def _place(self, slots: Sequence[int], lengths: Sequence[int]) -> list[int]:
         """One request in each of these slots; where its rows start."""
@@ -145,28 +177,35 @@ def write_rows(array: NDArray[Any], rows: Sequence[Sequence[int]]) -> None:
 
 @lru_cache(maxsize=4096)
 def _tree_shape(parents: Sequence[int], count: int) -> tuple[bytes, bytes]:
-    """The offsets of a tree's tokens from its first and their masks, for `count` tokens: most shapes come again."""
-    depths, seen = [0], [1]
-    for index, parent in enumerate(parents[1:], start=1):
+    """The offsets of a tree's tokens from its first and their masks, for `count` tokens: small shapes come again."""
+    depths = [0]
+    for parent in parents[1:]:
         depths.append(depths[parent] + 1)
-        seen.append(seen[parent] | 1 << index)
-    return _pack_shape(depths, seen, count)
+    return _pack_offsets(depths, count), _pack_masks(_tree_masks(parents), count)
 
 
 @lru_cache(maxsize=1024)
 def _block_shape(size: int, count: int) -> tuple[bytes, bytes]:
     """The same of a block whose tokens all see each other."""
-    return _pack_shape(range(size), [(1 << size) - 1] * size, count)
+    return _pack_offsets(range(size), count), _pack_masks([(1 << size) - 1] * size, count)
 
 
-def _pack_shape(offsets: Sequence[int], seen: Sequence[int], count: int) -> tuple[bytes, bytes]:
-    """int32 offsets, and masks: bit i says that a token sees the request's new row i.
+def _tree_masks(parents: Sequence[int]) -> list[int]:
+    """Bit i of a token's mask says that it sees the request's new row i: itself and its ancestors."""
+    masks, own = [1], 1
+    for parent in parents[1:]:
+        own <<= 1
+        masks.append(masks[parent] | own)
+    return masks
 
-    Tokens that round up stand and look where the first does.
-    """
-    num_extra, num_words = count - len(seen), -(-count // WORD)
-    packed = pack(f"<{count}i", *offsets, *([0] * num_extra))
-    masks = (*seen, *([1] * num_extra))
+
+def _pack_offsets(offsets: Sequence[int], count: int) -> bytes:
+    """As int32. Tokens that round up stand, and look, where the first does."""
+    return pack(f"<{count}i", *offsets, *[0] * (count - len(offsets)))
+
+
+def _pack_masks(masks: Sequence[int], count: int) -> bytes:
+    num_extra, num_words = count - len(masks), -(-count // WORD)
     if num_words in MASK_CODES:
-        return packed, pack(f"<{count}{MASK_CODES[num_words]}", *masks)
-    return packed, b"".join([bits.to_bytes(num_words * WORD // 8, "little") for bits in masks])
+        return pack(f"<{count}{MASK_CODES[num_words]}", *masks, *[1] * num_extra)
+    return b"".join([bits.to_bytes(num_words * WORD // 8, "little") for bits in (*masks, *[1] * num_extra)])

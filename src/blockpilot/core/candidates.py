@@ -7,12 +7,15 @@ node has been asked for its children, hand it over in `tree`; the per-position a
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
+FLOAT, INT = np.dtype(np.float32), np.dtype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,15 @@ class Candidates:
     def width(self) -> int:
         return int(self.token_ids.shape[1])
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether compiled code can read the arrays as they are: exactly these dtypes, in C order."""
+        are_pairs_plain = self.pairwise is None or _is_plain(self.pairwise, FLOAT)
+        is_first_plain = self.first is None or _is_plain(self.first, FLOAT)
+        return (
+            _is_plain(self.token_ids, INT) and _is_plain(self.log_probs, FLOAT) and is_first_plain and are_pairs_plain
+        )
+
     def best_children(self) -> list[list[int]]:
         """For every position and each rank of the parent, the child's rank with the best score; first, the anchor's."""
         if self.pairwise is None or self.first is None:
@@ -62,3 +74,7 @@ class Candidates:
         if self.pairwise is None or self.first is None:
             return self.log_probs[position]
         return self.first if position == 0 else self.pairwise[position - 1, parent_rank]
+
+
+def _is_plain(array: NDArray[Any], dtype: np.dtype[Any]) -> bool:
+    return array.dtype is dtype and array.flags.carray

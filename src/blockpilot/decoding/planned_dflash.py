@@ -5,15 +5,13 @@ its noise, follows unplanned from the graph's logits.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import repeat
+from dataclasses import dataclass, field
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from blockpilot.cache.pass_plan import REQUESTS, PassPlan, Staging, context_class, context_classes, round_up, write_rows
+from blockpilot.cache.pass_plan import REQUESTS, PassPlan, Staging, context_class, context_classes, round_up
 from blockpilot.core.candidates import Candidates
 from blockpilot.core.config import MAX_BLOCK_SIZE
 from blockpilot.decoding.dflash_drafter import DFlashDrafter, Ranking, make_candidates
@@ -36,6 +34,15 @@ class DraftPass:
     hidden: Tensor  # [R, D, H]
     logits: Tensor  # [R, D, V]
     found: list[Any]  # the parts of the ranking, arrays on the host
+    _shown: dict[tuple[int, int, int], Candidates] = field(default_factory=dict)
+
+    def candidates(self, row: int, depth: int, num_candidates: int) -> Candidates:
+        """Of one request. They look into `found`, which stays, so that they are made once."""
+        key = (row, depth, num_candidates)
+        if key not in self._shown:
+            block = [None if part is None else part[row] for part in self.found]
+            self._shown[key] = make_candidates(block, depth, num_candidates)
+        return self._shown[key]
 
 
 class PlannedDFlashDrafter(DFlashDrafter):
@@ -46,7 +53,6 @@ class PlannedDFlashDrafter(DFlashDrafter):
         is_linear = isinstance(self.head, nn.Linear) and self.head.bias is None
         self._head_weight: Tensor | None = cast(nn.Linear, self.head).weight if is_linear else None
         self._spare_slot = num_slots
-        self._offsets = np.arange(COUNTS[-1], dtype=np.int32)
         self._pool = graph_pool(self.device)
         self._drafts: dict[tuple[int, int, int, int], DraftPass] = {}
         self._views: dict[tuple[int, int], tuple[Staging, Callable[[], None]]] = {}
@@ -55,7 +61,6 @@ class PlannedDFlashDrafter(DFlashDrafter):
         self._widths = (1, MAX_CANDIDATES) if self.model.candidate_selector is None else (MAX_CANDIDATES,)
         self._results: tuple[Tensor, Tensor] | None = None  # hidden states and logits, shared by all drafts
 
-    @torch.inference_mode()
     def prepare(self, num_requests: int, taps: Tensor) -> None:
         """Record drafts of the usual sizes, and observing from the target's buffer."""
         rounded = round_up(num_requests, REQUESTS)
@@ -70,10 +75,9 @@ class PlannedDFlashDrafter(DFlashDrafter):
             if rounded * count <= MAX_ROWS:
                 self._view(taps, rounded, count)
 
-    @torch.inference_mode()
     def observe(self, observations: Sequence[Observation]) -> None:
         taps = observations[0].taps
-        count = round_up(max(len(observation.token_ids) for observation in observations), COUNTS)
+        count = round_up(max([len(observation.token_ids) for observation in observations]), COUNTS)
         num_requests = round_up(len(observations), REQUESTS)
         is_one = all(observation.taps is taps and observation.rows is not None for observation in observations)
         is_small = count <= COUNTS[-1] and num_requests * count <= MAX_ROWS
@@ -81,25 +85,30 @@ class PlannedDFlashDrafter(DFlashDrafter):
             super().observe(observations)
             return
         staging, run = self._view(taps, num_requests, count)
-        host = staging.host
         starts = [self.cache.extend(observation.slot, len(observation.token_ids)) for observation in observations]
-        num_own = len(observations)
-        host["slots"][:num_own] = [observation.slot for observation in observations]
-        host["slots"][num_own:] = self._spare_slot  # what else is old is in range, and nobody reads it
-        host["starts"][:num_own] = starts
-        positions = host["positions"].reshape(num_requests, count)
-        np.add(host["starts"][:num_own, None], self._offsets[:count], out=positions[:num_own])
-        write_rows(host["rows"].reshape(num_requests, count), [observation.rows or () for observation in observations])
+        slots = [observation.slot for observation in observations]
+        rows: list[int] = []
+        positions: list[int] = []
+        for observation, start in zip(observations, starts, strict=True):
+            own = observation.rows or ()
+            rows += own
+            rows += [0] * (count - len(own))
+            positions += range(start, start + count)
+        if (num_extra := num_requests - len(observations)) > 0:
+            rows += [0] * (num_extra * count)
+            positions += [0] * (num_extra * count)
+            slots += [self._spare_slot] * num_extra
+            starts += [0] * num_extra
+        staging.write([*rows, *positions, *slots, *starts])
         run()
 
-    @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
         """The candidates of greedy requests lie in buffers that later drafts write again: read them before."""
         num_requests = round_up(len(requests), REQUESTS)
-        count = round_up(max(request.block_size for request in requests), BLOCKS)
+        count = round_up(max([request.block_size for request in requests]), BLOCKS)
         if num_requests * count > MAX_ROWS:
             return super().propose(requests)
-        wanted = max(request.num_candidates for request in requests)
+        wanted = max([request.num_candidates for request in requests])
         width = max(self._widths[0] if wanted == 1 else self._widths[-1], wanted)
         context = context_class([self.cache.lengths[request.slot] for request in requests])
         draft = self._draft(num_requests, count, context, width)
@@ -112,38 +121,40 @@ class PlannedDFlashDrafter(DFlashDrafter):
         )
         draft.run()
         wait_for(self.device)
-        blocks = zip(*(repeat(None) if part is None else part for part in draft.found), strict=False)
-        return [
-            self._candidates(draft, row, request, block)
-            for row, (request, block) in enumerate(zip(requests, blocks, strict=False))
-        ]
+        return [self._candidates(draft, row, request) for row, request in enumerate(requests)]
 
-    def _candidates(self, draft: DraftPass, row: int, request: DraftRequest, block: Sequence[Any]) -> Candidates:
+    def _candidates(self, draft: DraftPass, row: int, request: DraftRequest) -> Candidates:
         depth = request.block_size - 1
-        if not request.params.is_greedy:
+        if request.params.is_greedy:
+            return draft.candidates(row, depth, request.num_candidates)
+        with torch.inference_mode():
             ranking = self._rank_one(request, draft.logits[row, :depth], draft.hidden[row, :depth])
-            block = ranking.block(0)
-        return make_candidates(block, depth, request.num_candidates)
+            return make_candidates(ranking.block(0), depth, request.num_candidates)
 
     def _draft(self, num_requests: int, count: int, context: int, width: int) -> DraftPass:
         key = (num_requests, count, context, width)
         if key not in self._drafts:
-            plan = PassPlan(num_requests, count, context, self.device, self._spare_slot)
-            offsets = torch.arange(count, dtype=torch.int32, device=self.device).repeat(num_requests)
-            first_hidden, first_logits, ranking = self._rank_blocks(plan, offsets, width)  # once, for the shapes
-            hidden, logits = self._result_buffers(first_hidden, first_logits)
-            host = ranking.like(_host_copy)
-
-            def run() -> None:
-                plan.staging.send()
-                _, _, found = self._rank_blocks(plan, offsets, width, hidden, logits)
-                for part, place in zip(found.parts(), host.parts(), strict=True):
-                    if part is not None and place is not None:
-                        self.fused.layers.kernels.send_back(part, place)
-
-            found = [None if part is None else part.numpy() for part in host.parts()]
-            self._drafts[key] = DraftPass(plan, capture(run, self.device, self._pool), hidden, logits, found)
+            self._drafts[key] = self._record_draft(num_requests, count, context, width)
         return self._drafts[key]
+
+    @torch.inference_mode()
+    def _record_draft(self, num_requests: int, count: int, context: int, width: int) -> DraftPass:
+        plan = PassPlan(num_requests, count, context, self.device, self._spare_slot)
+        offsets = torch.arange(count, dtype=torch.int32, device=self.device).repeat(num_requests)
+        first_hidden, first_logits, ranking = self._rank_blocks(plan, offsets, width)  # once, for the shapes
+        hidden, logits = self._result_buffers(first_hidden, first_logits)
+        host = ranking.like(_host_copy)
+
+        @torch.inference_mode()
+        def run() -> None:
+            plan.staging.send()
+            _, _, found = self._rank_blocks(plan, offsets, width, hidden, logits)
+            for part, place in zip(found.parts(), host.parts(), strict=True):
+                if part is not None and place is not None:
+                    self.fused.layers.kernels.send(part, place)
+
+        found = [None if part is None else part.numpy() for part in host.parts()]
+        return DraftPass(plan, capture(run, self.device, self._pool), hidden, logits, found)
 
     def _rank_blocks(
         self,
@@ -155,7 +166,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
     ) -> tuple[Tensor, Tensor, Ranking]:
         """Hidden states and logits of all positions behind the anchors, in the given buffers, and their ranking."""
         ids = plan.inputs.token_ids
-        states = self.fused.forward(self.embed(ids), plan.inputs, offsets)
+        states = self.fused.forward(cast(nn.Embedding, self.embed).weight, plan.inputs, offsets)
         states = states.view(plan.num_requests, plan.count, -1)[:, 1:]
         hidden = states.contiguous() if hidden is None else hidden.copy_(states)
         flat = None if logits is None else logits.flatten(0, 1)
@@ -203,6 +214,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
             staging.host["slots"][:] = self._spare_slot
             given = staging.device
 
+            @torch.inference_mode()
             def run() -> None:
                 staging.send()
                 self.fused.store_context(

@@ -162,7 +162,7 @@ class PlannedEagle3Drafter(Eagle3Drafter):
             def run() -> None:
                 plan.staging.send()
                 for part, place in zip(self._draft(plan), (token_ids, log_probs), strict=True):
-                    self.fused.layers.kernels.send_back(part, place)
+                    self.fused.layers.kernels.send(part, place)
 
             recorded = capture(run, self.device, self._pool)
             self._chains[key] = Chain(plan, recorded, token_ids.numpy(), log_probs.numpy())

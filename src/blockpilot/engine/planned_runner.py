@@ -5,6 +5,7 @@ Prompts, whose lengths differ, run unplanned. So do checks of more rows than the
 
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +22,16 @@ from blockpilot.models.gpu import capture, check_memory, graph_pool, wait_for
 
 MAX_ROWS = 4096  # tokens of all requests in one planned pass
 MAX_LOGITS_BYTES = 5 << 28  # of all rows together: fewer rows for large vocabularies
+PATH_WIDTH = MAX_TREE_NODES + 1
 MAX_ROUTED_ROWS = 64  # the same where experts are routed: every program looks at all of them
+
+
+@dataclass
+class CheckPass:
+    plan: PassPlan
+    run: Callable[[], None]
+    logits: Tensor  # [R * count, V]
+    taps: Tensor | None  # of all rows that a pass may have
 
 
 class PlannedRunner(TargetRunner):
@@ -45,10 +55,9 @@ class PlannedRunner(TargetRunner):
         self._taps: dict[tuple[int, ...], Tensor] = {}  # by the layers that are read
         self._best = torch.empty(self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._best_ids = self._best.numpy()
-        self._passes: dict[tuple[int, int, int, tuple[int, ...]], tuple[PassPlan, Callable[[], None]]] = {}
+        self._passes: dict[tuple[int, int, int, tuple[int, ...]], CheckPass] = {}
         self._moves: dict[int, tuple[Staging, Callable[[], None]]] = {}
 
-    @torch.inference_mode()
     def prepare(self, num_requests: int, tap_layers: Collection[int]) -> Tensor | None:
         """Record the checks of all sizes, for short contexts and, where slots are long, for long ones."""
         rounded = round_up(num_requests, REQUESTS)
@@ -59,55 +68,51 @@ class PlannedRunner(TargetRunner):
         self._move(rounded)
         return self._taps.get(tuple(tap_layers))
 
-    @torch.inference_mode()
     def verify(self, trees: Collection[tuple[int, DraftTree]], tap_layers: Collection[int]) -> PassResult:
         num_requests = round_up(len(trees), REQUESTS)
-        count = round_up(max(len(tree) for _, tree in trees), COUNTS)
+        count = round_up(max([len(tree) for _, tree in trees]), COUNTS)
         if num_requests * count > self.max_rows:
             return super().verify(trees, tap_layers)
         context = context_class([self.cache.lengths[slot] for slot, _ in trees])
-        plan, run = self._pass(num_requests, count, context, tuple(tap_layers))
+        check = self._pass(num_requests, count, context, tuple(tap_layers))
         for slot, tree in trees:
             self.cache.append(slot, len(tree))
-        plan.write_trees(trees, self.cache.lengths)
-        run()
+        check.plan.write_trees(trees, self.cache.lengths)
+        check.run()
         wait_for(self.device)
         num_rows = len(trees) * count
-        return PassResult(
-            self._logits[:num_rows],
-            self._taps[tuple(tap_layers)] if tap_layers else None,
-            range(0, num_rows, count),
-            best=self._best_ids[:num_rows].tolist(),
-        )
+        best = self._best_ids[:num_rows].tolist()
+        return PassResult(check.logits, check.taps, range(0, num_rows, count), best=best)
 
-    @torch.inference_mode()
     def keep(self, paths: Collection[tuple[int, Collection[int]]]) -> None:
         moved = [(slot, path) for slot, path in paths if not is_contiguous(path)]
         if moved:
-            staging, run = self._move(round_up(len(moved), REQUESTS))
-            staging.clear()
-            staging.host["slots"][:] = self._spare_slot
-            width = MAX_TREE_NODES + 1
-            for row, (slot, path) in enumerate(moved):
-                staging.host["slots"][row], staging.host["starts"][row] = slot, self.cache.lengths[slot]
-                staging.host["counts"][row] = len(path)
-                staging.host["paths"][row * width : row * width + len(path)] = path
+            num_requests = round_up(len(moved), REQUESTS)
+            num_extra = num_requests - len(moved)
+            staging, run = self._move(num_requests)
+            slots = [slot for slot, _ in moved] + [self._spare_slot] * num_extra
+            starts = [self.cache.lengths[slot] for slot, _ in moved] + [0] * num_extra
+            counts = [len(path) for _, path in moved] + [0] * num_extra
+            staging.write([*slots, *starts, *counts])
+            for row, (_, path) in enumerate(moved):
+                staging.write(path, 3 * num_requests + row * PATH_WIDTH)
             run()
         for slot, path in paths:
             self.cache.keep(slot, path, is_moved=True)
 
-    def _pass(
-        self, num_requests: int, count: int, context: int, tap_layers: tuple[int, ...]
-    ) -> tuple[PassPlan, Callable[[], None]]:
+    def _pass(self, num_requests: int, count: int, context: int, tap_layers: tuple[int, ...]) -> CheckPass:
         key = (num_requests, count, context, tap_layers)
         if key not in self._passes:
             if tap_layers and tap_layers not in self._taps:
                 shape = (self.max_rows, len(tap_layers) * self.decoder.config.hidden_size)
                 self._taps[tap_layers] = torch.empty(shape, dtype=self._dtype, device=self.device)
             plan = PassPlan(num_requests, count, context, self.device, self._spare_slot)
-            self._passes[key] = plan, capture(lambda: self._run(plan, tap_layers), self.device, self._pool)
+            run = capture(lambda: self._run(plan, tap_layers), self.device, self._pool)
+            logits = self._logits[: num_requests * count]
+            self._passes[key] = CheckPass(plan, run, logits, self._taps.get(tap_layers))
         return self._passes[key]
 
+    @torch.inference_mode()
     def _run(self, plan: PassPlan, tap_layers: tuple[int, ...]) -> None:
         num_rows = plan.num_requests * plan.count
         plan.staging.send()
@@ -115,21 +120,21 @@ class PlannedRunner(TargetRunner):
         normed = self.fused.forward(plan.inputs, tap_layers, taps)
         logits = self.fused.logits(normed, out=self._logits[:num_rows])
         _, best, _ = self.fused.layers.kernels.rank_tokens(logits, 1)
-        self.fused.layers.kernels.send_back(best[:, 0], self._best[:num_rows])
+        self.fused.layers.kernels.send(best[:, 0], self._best[:num_rows])
 
     def _move(self, num_requests: int) -> tuple[Staging, Callable[[], None]]:
         if num_requests not in self._moves:
-            width = MAX_TREE_NODES + 1
-            staging = Staging(
-                self.device, slots=num_requests, starts=num_requests, counts=num_requests, paths=num_requests * width
-            )
+            sizes = dict.fromkeys(("slots", "starts", "counts"), num_requests)
+            staging = Staging(self.device, **sizes, paths=num_requests * PATH_WIDTH)
             staging.host["slots"][:] = self._spare_slot
             given = staging.device
+            paths = given["paths"].view(-1, PATH_WIDTH)
 
+            @torch.inference_mode()
             def run() -> None:
                 staging.send()
                 self.fused.layers.kernels.move_rows(
-                    self.cache.rows, given["slots"], given["starts"], given["paths"].view(-1, width), given["counts"]
+                    self.cache.rows, given["slots"], given["starts"], paths, given["counts"]
                 )
 
             self._moves[num_requests] = staging, capture(run, self.device, self._pool)

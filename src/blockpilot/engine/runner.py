@@ -1,8 +1,8 @@
 """Runs the target: packs the tokens of all requests into one pass and reads back logits and taps."""
 
 from collections.abc import Sequence as Collection
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from blockpilot.core.tree import DraftTree
 from blockpilot.models.decoder import Decoder
 
 
-@dataclass(frozen=True)
-class PassResult:
+class PassResult(NamedTuple):
     logits: Tensor  # [rows, V]: every token after a verify, one row per request after a prefill
     taps: Tensor | None  # [N, num_taps * H], all packed tokens
     row_starts: Collection[int]  # first row of each request

@@ -68,14 +68,17 @@ class Sequence:
 
     def commit(self, token_ids: list[int] | tuple[int, ...]) -> int:
         """Append tokens up to the one that ends the answer; returns how many were taken."""
-        for count, token_id in enumerate(token_ids, start=1):
+        pieces = []
+        for token_id in token_ids:
             self.output_ids.append(token_id)
-            self.text += self._stops.push(self.detokenizer.push(token_id))
+            pieces.append(self._stops.push(self.detokenizer.push(token_id)))
             self.finish_reason = self._find_end(token_id)
             if self.finish_reason:
-                self._close_text()
-                return count
-        return len(token_ids)
+                break
+        self.text += "".join(pieces)
+        if self.finish_reason:
+            self._close_text()
+        return len(pieces)
 
     def _find_end(self, token_id: int) -> str | None:
         if token_id in self._end_ids or self._stops.is_stopped:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence as Collection
 
 from blockpilot.core.candidates import Candidates
-from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.records import StepRecord
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import Drafter, DraftRequest, Observation
@@ -97,9 +96,9 @@ def _draft(sequences: Collection[Sequence], sizes: Collection[int], drafter: Dra
 
 
 def _select(sequence: Sequence, inputs: PilotInputs, candidates: Candidates | None) -> DraftTree:
-    nodes = sequence.pilot.select(inputs, candidates) if candidates is not None else []
-    tree = DraftTree.build(sequence.anchor_id, nodes[:MAX_TREE_NODES])
-    return tree.up_to(inputs.num_remaining - 1)  # deeper nodes could not be emitted
+    if candidates is None:
+        return DraftTree.chain(sequence.anchor_id, [])
+    return sequence.pilot.select_tree(inputs, candidates, sequence.anchor_id)
 
 
 def _accept(sequences: Collection[Sequence], trees: Collection[DraftTree], result: PassResult) -> list[Acceptance]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockpilot.models.decoder import Decoder
@@ -66,15 +65,18 @@ class FusedLayers:
 
     def attention(self, attention: Attention, x: Tensor, inputs: PassInputs) -> Parts:
         """Everything between the norm and the residual addition; the cache gets the new rows."""
+        return self.attend(attention, self.linear(x, attention.qkv_proj.weight), inputs)
+
+    def attend(self, attention: Attention, qkv: Parts, inputs: PassInputs) -> Parts:
         keys = self.rows[attention.index, 0]
-        tiles = -(-inputs.count * (self.num_heads // keys.shape[1]) // self.kernels.MAX_TILE)
+        num_kv, dim = keys.shape[1], keys.shape[3]
+        num_queries = inputs.count * self.num_heads // num_kv  # of a request and a key head
         splits = self.kernels.choose_splits(
-            inputs.num_requests, keys.shape[1], tiles, self.num_processors, inputs.context
+            inputs.num_requests, num_kv, num_queries, dim, self.num_processors, inputs.context
         )
         mixed = self.kernels.rotate_attend(
-            self.linear(x, attention.qkv_proj.weight), inputs.positions, self.table, *_head_norms(attention), keys,
-            self.rows[attention.index, 1], inputs.slots, inputs.starts, inputs.masks, self.num_heads, self.dtype,
-            splits, inputs.context,
+            qkv, inputs.positions, self.table, *_head_norms(attention), keys, self.rows[attention.index, 1],
+            inputs.slots, inputs.starts, inputs.masks, self.num_heads, self.dtype, splits, inputs.context,
         )  # fmt: skip
         return self.linear(mixed, attention.o_proj.weight)
 
@@ -93,7 +95,7 @@ class FusedLayers:
         return self.kernels.add_norm(x, None, norm.weight, norm.eps)[1]
 
     def add_norm(
-        self, x: Tensor, delta: Parts, norm: RMSNorm, convolution: Convolution | None = None
+        self, x: Tensor, delta: Parts | None, norm: RMSNorm, convolution: Convolution | None = None
     ) -> tuple[Tensor, Tensor]:
         return self.kernels.add_norm(x, delta, norm.weight, norm.eps, convolution)
 
@@ -115,32 +117,34 @@ class FusedDecoder:
     def forward(self, inputs: PassInputs, tap_layers: Sequence[int], taps: Tensor | None = None) -> Tensor:
         """Hidden states [N, H] after the final norm; `taps` [N, layers * H] gets what `Decoder.forward` gives."""
         fused, decoder = self.layers, self.decoder
-        layers = [cast(DecoderLayer, layer) for layer in decoder.layers]
-        x = F.embedding(inputs.token_ids, decoder.embed_tokens.weight)
-        normed = fused.norm(layers[0].input_layernorm, x)
-        kept: dict[int, Tensor] = {}
-        for index, layer in enumerate(layers):
-            x, normed = fused.add_norm(
-                x, fused.attention(layer.self_attn, normed, inputs), layer.post_attention_layernorm
-            )
-            after = layers[index + 1].input_layernorm if index + 1 < len(layers) else decoder.norm
-            x, normed = fused.add_norm(x, self._mlp(layer, normed), after)
-            if index in tap_layers:
-                kept[index] = x
+        x, delta = fused.kernels.embed(inputs.token_ids, decoder.embed_tokens.weight), None
+        after: list[Tensor] = []  # each layer's output
+        for layer in (cast(DecoderLayer, layer) for layer in decoder.layers):
+            norm, weight = layer.input_layernorm, layer.self_attn.qkv_proj.weight
+            x, qkv = fused.kernels.norm_linear(x, delta, norm.weight, norm.eps, weight, fused.num_processors)
+            after.append(x)
+            x, delta = self._mlp(layer, x, fused.attend(layer.self_attn, qkv, inputs))
+        x, normed = fused.add_norm(x, delta, decoder.norm)
         if taps is not None:
-            torch.cat([kept[index] for index in tap_layers], dim=-1, out=taps)
+            after.append(x)
+            torch.cat([after[index + 1] for index in tap_layers], dim=-1, out=taps)
         return normed
 
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
         return self.layers.whole(normed, self.decoder.lm_head.weight, out)
 
-    def _mlp(self, layer: DecoderLayer, x: Tensor) -> Parts:
+    def _mlp(self, layer: DecoderLayer, x: Tensor, delta: Parts) -> tuple[Tensor, Parts]:
+        """What comes before the second sublayer, x + delta, and what the sublayer adds to it."""
+        fused, norm = self.layers, layer.post_attention_layernorm
         if isinstance(layer.mlp, MLP):
-            return self.layers.mlp(layer.mlp, x)
+            weight = layer.mlp.gate_up_proj.weight
+            x, gated = fused.kernels.norm_gated_linear(x, delta, norm.weight, norm.eps, weight, fused.num_processors)
+            return x, fused.linear(gated, layer.mlp.down_proj.weight)
         moe = cast(MoE, layer.mlp)
-        logits = self.layers.linear(x, moe.gate.weight)
+        x, normed = fused.add_norm(x, delta, norm)
+        logits = fused.linear(normed, moe.gate.weight)
         gate_up, down = self.experts[layer.self_attn.index]
-        return self.layers.kernels.routed_mlp(x, logits, gate_up, down, moe.num_active, moe.is_normalized)
+        return x, fused.kernels.routed_mlp(normed, logits, gate_up, down, moe.num_active, moe.is_normalized)
 
 
 def stack_experts(moe: MoE) -> tuple[Tensor, Tensor]:
@@ -162,11 +166,12 @@ class FusedDFlash:
         norms = [cast(RMSNorm, cast(DraftLayer, layer).self_attn.k_norm) for layer in model.layers]
         self.key_norms, self.key_eps = torch.stack([norm.weight.detach() for norm in norms]), norms[0].eps
 
-    def forward(self, embeddings: Tensor, inputs: PassInputs, offsets: Tensor) -> Tensor:
-        """Normalised hidden states [N, H] of blocks; `offsets` is each token's place in its block."""
+    def forward(self, table: Tensor, inputs: PassInputs, offsets: Tensor) -> Tensor:
+        """Normalised hidden states [N, H] of blocks; `table` embeds tokens, `offsets` is their place in the block."""
         fused, model = self.layers, self.model
         layers = [cast(DraftLayer, layer) for layer in model.layers]
-        x, normed = embeddings, fused.norm(layers[0].input_layernorm, embeddings)
+        x = fused.kernels.embed(inputs.token_ids, table)
+        normed = fused.norm(layers[0].input_layernorm, x)
         for index, layer in enumerate(layers):
             around = self._convolution(layer.attention_conv, normed, offsets)
             read = normed if around is None else fused.kernels.convolve(normed, around)

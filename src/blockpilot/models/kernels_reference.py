@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_TILE = 64
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -48,8 +46,6 @@ class Convolution:
 
 
 class Kernels(Protocol):
-    MAX_TILE: int
-
     def linear(self, x: Tensor, weight: Tensor, num_processors: int, *, out: Tensor | None = None) -> Parts: ...
 
     def rotate_store(
@@ -67,11 +63,21 @@ class Kernels(Protocol):
         self, x: Tensor, delta: Parts | None, weight: Tensor, eps: float, convolution: Convolution | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor: ...
+
     def convolve(self, x: Tensor, convolution: Convolution) -> Tensor: ...
 
     def gate(self, gate_up: Parts, dtype: torch.dtype) -> Tensor: ...
 
     def gated_linear(self, x: Tensor, weight: Tensor, num_processors: int) -> Tensor: ...
+
+    def norm_linear(
+        self, x: Tensor, delta: Parts | None, norm: Tensor, eps: float, weight: Tensor, num_processors: int
+    ) -> tuple[Tensor, Parts]: ...
+
+    def norm_gated_linear(
+        self, x: Tensor, delta: Parts | None, norm: Tensor, eps: float, weight: Tensor, num_processors: int
+    ) -> tuple[Tensor, Tensor]: ...
 
     def routed_mlp(
         self, x: Tensor, logits: Parts, gate_up: Tensor, down: Tensor, num_active: int, is_normalized: bool
@@ -85,14 +91,14 @@ class Kernels(Protocol):
     def move_rows(self, rows: Tensor, slots: Tensor, starts: Tensor, paths: Tensor, counts: Tensor) -> None: ...
 
     def choose_splits(
-        self, num_requests: int, num_kv_heads: int, num_tiles: int, num_processors: int, context: int
+        self, num_requests: int, num_kv_heads: int, num_queries: int, dim: int, num_processors: int, context: int
     ) -> int: ...
 
     def rank_tokens(
         self, logits: Tensor, num_best: int, names: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def send_back(self, source: Tensor, place: Tensor) -> None: ...
+    def send(self, source: Tensor, place: Tensor) -> None: ...
 
     def score_pairs(
         self, scores: Tensor, ids: Tensor, anchor_ids: Tensor, projected: Tensor, before: Tensor, behind: Tensor
@@ -170,6 +176,11 @@ def add_norm(
     return x, F.rms_norm(x, weight.shape, weight, eps)
 
 
+def embed(ids: Tensor, table: Tensor) -> Tensor:
+    """The rows of `table` that `ids` name."""
+    return F.embedding(ids, table)
+
+
 def convolve(x: Tensor, convolution: Convolution) -> Tensor:
     """The first side: what the sublayer reads."""
     return _convolve(x.float(), convolution, side=0).to(x.dtype)
@@ -178,6 +189,22 @@ def convolve(x: Tensor, convolution: Convolution) -> Tensor:
 def gated_linear(x: Tensor, weight: Tensor, num_processors: int) -> Tensor:
     """silu(gate) * up of x [N, size] and the stacked rows [2 * rows, size] of the two projections."""
     return gate(Parts(F.linear(x, weight)), x.dtype)
+
+
+def norm_linear(
+    x: Tensor, delta: Parts | None, norm: Tensor, eps: float, weight: Tensor, num_processors: int
+) -> tuple[Tensor, Parts]:
+    """x + delta, and the product of its RMSNorm."""
+    total, normed = add_norm(x, delta, norm, eps)
+    return total, linear(normed, weight, num_processors)
+
+
+def norm_gated_linear(
+    x: Tensor, delta: Parts | None, norm: Tensor, eps: float, weight: Tensor, num_processors: int
+) -> tuple[Tensor, Tensor]:
+    """x + delta, and the gated product of its RMSNorm."""
+    total, normed = add_norm(x, delta, norm, eps)
+    return total, gated_linear(normed, weight, num_processors)
 
 
 def routed_mlp(x: Tensor, logits: Parts, gate_up: Tensor, down: Tensor, num_active: int, is_normalized: bool) -> Parts:
@@ -222,7 +249,9 @@ def move_rows(rows: Tensor, slots: Tensor, starts: Tensor, paths: Tensor, counts
         own[..., start : start + count, :] = own.index_select(3, path[:count].long() + start)
 
 
-def choose_splits(num_requests: int, num_kv_heads: int, num_tiles: int, num_processors: int, context: int) -> int:
+def choose_splits(
+    num_requests: int, num_kv_heads: int, num_queries: int, dim: int, num_processors: int, context: int
+) -> int:
     return 1
 
 
@@ -252,8 +281,8 @@ def score_pairs(
     return first.log_softmax(dim=-1), later.log_softmax(dim=-1)
 
 
-def send_back(source: Tensor, place: Tensor) -> None:
-    """A result into memory of the host."""
+def send(source: Tensor, place: Tensor) -> None:
+    """Numbers from the host's memory to the device, or back."""
     place.copy_(source)
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from blockpilot.core.candidates import Candidates
+from blockpilot.core.config import MAX_TREE_NODES
+from blockpilot.core.tree import DraftTree
 
 if TYPE_CHECKING:
     from torch import Tensor  # a pilot's name can be checked without PyTorch
@@ -64,3 +66,8 @@ class Pilot(ABC):
 
     @abstractmethod
     def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes: ...
+
+    def select_tree(self, inputs: PilotInputs, candidates: Candidates, anchor_id: int) -> DraftTree:
+        """The selected nodes behind their anchor, as many as one check takes; deeper ones could not be emitted."""
+        tree = DraftTree.build(anchor_id, self.select(inputs, candidates)[:MAX_TREE_NODES])
+        return tree.up_to(inputs.num_remaining - 1)

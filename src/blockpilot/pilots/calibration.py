@@ -12,6 +12,7 @@ scores are taken at their word.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,11 @@ IDENTITY = (0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 class Calibration:
     weights: FloatArray  # [depths, features]; the last row serves all deeper positions
     _tables: dict[tuple[int, int], "_Table"] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def plain_weights(self) -> FloatArray:
+        """In the form of `compiled.py`."""
+        return np.array(self.weights, dtype=np.float32, order="C")
 
     @classmethod
     def identity(cls) -> "Calibration":

@@ -4,7 +4,7 @@ On a fast GPU a step takes a millisecond, and a third of that could pass in Pyth
 functions here decide the same on arrays, and compute the probabilities of a node's children only when growth asks for
 them. They are compiled when this module is imported, which only `switch.py` does, and kept on disk where that can be.
 
-Arrays have one dtype each, lie in C order and may be written to (`growth.plain_array`). Where a drafter has no scores
+Arrays have one dtype each, lie in C order and may be written to (`Candidates.is_plain`). Where a drafter has no scores
 between parents and children, `first` and `pairwise` are empty.
 """
 
@@ -65,8 +65,11 @@ class Opened(NamedTuple):
     ranks: Any
 
 
-# Helpers own no memory: without reference counts, which would take longer than the arithmetic.
-helper = njit(_nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[call-overload]
+# Helpers own no memory: without reference counts, which would take longer than the arithmetic. For the same reason no
+# division looks for zeros, and what a loop of exponentials computes is summed in a loop of its own.
+helper = njit(  # type: ignore[call-overload]
+    _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy"
+)
 
 
 def compiled(*signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -74,9 +77,9 @@ def compiled(*signature: Any) -> Callable[[Callable[..., Any]], Callable[..., An
 
     def compile_now(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
-            return njit(signature, cache=True)(function)
+            return njit(signature, cache=True, error_model="numpy")(function)
         except RuntimeError:
-            return njit(signature)(function)
+            return njit(signature, error_model="numpy")(function)
 
     return compile_now
 
@@ -104,6 +107,7 @@ def _calibrate(row, marginals, weight, ranks, parent):  # type: ignore[no-untype
         value += weight[2] * max(marginals[child], LOWEST)
         value += weight[3] * (best - score)
         row[child] = ONE / (ONE + np.exp(min(-value, LIMIT)))
+    for child in range(len(row)):
         total += row[child]
     if total > ONE:  # siblings exclude each other
         for child in range(len(row)):
@@ -198,17 +202,18 @@ def _take(draft, families, taken, opened, step_ms, rises, trust, depth, is_chain
 
 
 @compiled(
-    int64[:, ::1], float32[:, ::1], float32[::1], float32[:, :, ::1], float32[:, ::1],
+    int64[:, ::1], int64[:, ::1], float32[:, ::1], float32[::1], float32[:, :, ::1], float32[:, ::1],
     float64[::1], float64[::1], float64, int64, int64, boolean,
 )  # fmt: skip
 def grow(  # type: ignore[no-untyped-def]  # pragma: no cover
-    token_ids, log_probs, first, pairwise, weights, step_ms, rises, trust, width, depth, is_chain
+    found, token_ids, log_probs, first, pairwise, weights, step_ms, rises, trust, width, depth, is_chain
 ):
-    """`grow_by_cost` over `best_first` or `likeliest_chain`: (parents and token ids [2, n], promised, depth, head).
+    """`grow_by_cost` over `best_first` or `likeliest_chain`: (how many nodes, their depth, promised, head).
 
-    Out of the first `depth` positions and `width` candidates. A node that is taken opens two others, its next sibling
-    and its first child. Node n's are kept at 2n and 2n + 1: what stands first is older, and equal paths are taken in
-    the order of their age. On a chain siblings stay closed.
+    `found` [3, nodes + 1] gets parents, token ids and depths, those of the anchor first. Nodes come out of the first
+    `depth` positions and `width` candidates. One that is taken opens two others, its next sibling and its first child.
+    Node n's are kept at 2n and 2n + 1: what stands first is older, and equal paths are taken in the order of their age.
+    On a chain siblings stay closed.
     """
     draft, size = Draft(token_ids, log_probs, first, pairwise, weights), len(rises) + 1
     ranks = np.empty(width, np.float32)
@@ -216,10 +221,8 @@ def grow(  # type: ignore[no-untyped-def]  # pragma: no cover
         ranks[rank] = np.log1p(np.float32(rank))
     rows = np.empty((min(depth * width, size + HEAD) + 1, width), np.float32)
     families = Families(rows, np.zeros(depth * width + 1, np.int64), ranks)
-    taken = Taken(
-        np.ones(size), np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64),
-        np.zeros(size, np.int64),
-    )  # fmt: skip
+    found[:, 0] = 0
+    taken = Taken(np.ones(size), found[0], found[1], found[2], np.zeros(size, np.int64))
     opened = Opened(np.full(2 * size, -1.0), np.zeros(2 * size, np.int64), np.zeros(2 * size, np.int64))
     head = np.zeros(HEAD)
     _walk_head(families, draft, depth, head)
@@ -227,11 +230,8 @@ def grow(  # type: ignore[no-untyped-def]  # pragma: no cover
         taken.families[0] = 1
         _open(opened, families, taken, 0, 0, _best(rows[1], width))
     count, promised = _take(draft, families, taken, opened, step_ms, rises, trust, depth, is_chain)
-    nodes, deepest = np.empty((2, count), np.int64), 0
-    for node in range(count):
-        nodes[0, node], nodes[1, node] = taken.parents[node + 1], taken.token_ids[node + 1]
-        deepest = max(deepest, taken.depths[node + 1])
-    return nodes, promised, deepest, (head[0], head[1], head[2])  # a tuple is handed over faster than an array
+    deepest = found[2, : count + 1].max()
+    return count, deepest, promised, (head[0], head[1], head[2])  # a tuple is handed over faster than an array
 
 
 @compiled(int64[:, ::1], float32[:, ::1], float32[::1], float32[:, :, ::1], int64)
@@ -258,13 +258,14 @@ def _fitted_curves(curves, weights, average, last, expected, has_drafted):  # ty
     """`Forecast.expected` with a fit into `curves` [sizes, levels, nodes + 1]."""
     for size in range(curves.shape[0]):
         for level in range(NUM_LEVELS):
-            weight, total = weights[size, level], 1.0
-            curves[size, level, 0] = total
-            for node in range(curves.shape[2] - 1):
+            weight, curve = weights[size, level], curves[size, level]
+            curve[0] = 1
+            for node in range(len(curve) - 1):
                 logit = weight[0, node] + weight[1, node] * average + weight[2, node] * last
                 logit += weight[3, node] * expected + weight[4, node] * has_drafted
-                total += 1 / (1 + np.exp(-logit))
-                curves[size, level, node + 1] = total
+                curve[node + 1] = 1 / (1 + np.exp(-logit))
+            for node in range(len(curve) - 1):
+                curve[node + 1] += curve[node]
 
 
 @helper

@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush, heapreplace
 from itertools import islice, tee
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockpilot.core.candidates import Candidates, FloatArray, IntArray, ProposedTree
+from blockpilot.core.candidates import FLOAT, INT, Candidates, FloatArray, IntArray, ProposedTree
+from blockpilot.core.config import MAX_TREE_NODES
+from blockpilot.core.tree import DraftTree
 from blockpilot.pilots import switch
 from blockpilot.pilots.base import Nodes
 from blockpilot.pilots.calibration import Calibration
@@ -22,15 +24,29 @@ from blockpilot.pilots.forecast import HEAD
 
 Stream = Iterator[tuple[float, int, int]]
 Values = NDArray[np.float64]
-FLOAT, INT = np.dtype(np.float32), np.dtype(np.int64)
 NO_FIRST, NO_PAIRS = np.zeros(0, np.float32), np.zeros((0, 0, 0), np.float32)
 NO_WEIGHTS = np.zeros((0, 0), np.float32)
+ROUNDING = 1e-12
 
 
 class Growth(NamedTuple):
-    nodes: Nodes
+    """Nodes behind an anchor, parents first; the anchor is parent 0."""
+
+    parents: Sequence[int]
+    token_ids: Sequence[int]
+    depths: Sequence[int]
+    depth: int  # the largest; 0 without nodes
     promised: float  # tokens that they bring if their probabilities are right; the target's own comes on top
-    depth: int
+
+    @property
+    def nodes(self) -> Nodes:
+        return list(zip(self.parents, self.token_ids, strict=True))
+
+    def tree(self, anchor_id: int) -> DraftTree:
+        """Behind that anchor, as many nodes as one check takes."""
+        if len(self.parents) > MAX_TREE_NODES:
+            return DraftTree.build(anchor_id, self.nodes[:MAX_TREE_NODES])
+        return DraftTree((anchor_id, *self.token_ids), (-1, *self.parents), (0, *self.depths))
 
 
 def grow_chain(candidates: Candidates, max_nodes: int) -> Nodes:
@@ -57,8 +73,9 @@ def grow_tree(candidates: Candidates, num_nodes: int) -> Nodes:
             (np.exp(log_probs), first, pairwise) if not len(first) else (log_probs, np.exp(first), np.exp(pairwise))
         )
         shape = candidates.width, candidates.num_positions
-        nodes, *_ = compiled.grow(ids, *shares, NO_WEIGHTS, *falling_costs(num_nodes), 1.0, *shape, False)
-        return list(zip(*nodes.tolist(), strict=True))
+        found = np.empty((3, num_nodes + 1), INT)
+        count, *_ = compiled.grow(found, ids, *shares, NO_WEIGHTS, *falling_costs(num_nodes), 1.0, *shape, False)
+        return list(zip(*found[:2, 1 : count + 1].tolist(), strict=True))
     return [(parent, token_id) for _, parent, token_id in islice(_tree_stream(candidates), num_nodes)]
 
 
@@ -69,8 +86,8 @@ def grow_by_cost(
 
     All probabilities count `trust` times. Costs may rise in stairs, so the best number may lie behind a dip. With n
     nodes taken and the best rate r so far, m more can win only if their probabilities exceed r * (step_ms[n + m] -
-    step_ms[n]). None exceeds the next node's, so growth ends when that lies below r * the smallest later rise: one of
-    `rises`, which are `smallest_rises(step_ms)` where the caller knows them already.
+    step_ms[n]). None exceeds the next node's, so growth ends when that lies below r * the smallest rise per node: one
+    of `rises`, which are `smallest_rises(step_ms)` where the caller knows them already.
     """
     if rises is None:
         rises = smallest_rises(np.array(step_ms)).tolist()
@@ -85,7 +102,9 @@ def grow_by_cost(
         rate = (1 + trust * promised) / step_ms[count]
         if rate > best_rate:
             best_rate, best_count, best_promised = rate, count, promised
-    return Growth(nodes[:best_count], best_promised, _depth(nodes[:best_count]))
+    parents, token_ids = [[node[part] for node in nodes[:best_count]] for part in (0, 1)]
+    depths = _depths(parents)
+    return Growth(parents, token_ids, depths, max(depths, default=0), best_promised)
 
 
 def grow_calibrated(
@@ -107,15 +126,31 @@ def grow_calibrated(
         head, stream = _streams(candidates, calibration, depth, width, is_chain=is_chain)
         paths = [path for path, _, _ in islice(head, HEAD)]
         return grow_by_cost(stream, costs[0].tolist(), trust, costs[1].tolist()), paths
-    arrays, weights = _plain_arrays(candidates), plain_array(calibration.weights, FLOAT)
-    shape = min(candidates.width, width), depth
-    nodes, promised, deepest, paths = compiled.grow(*arrays, weights, *costs, trust, *shape, is_chain)
-    return Growth(list(zip(*nodes.tolist(), strict=True)), promised, deepest), paths[:depth]
+    found, shape = np.empty((3, len(costs[0])), INT), (min(candidates.width, width), depth)
+    count, deepest, promised, paths = compiled.grow(
+        found, *_plain_arrays(candidates), calibration.plain_weights, *costs, trust, *shape, is_chain
+    )
+    parents, token_ids, depths = found[:, 1 : count + 1].tolist()
+    return Growth(parents, token_ids, depths, deepest, promised), paths[:depth]
 
 
 def smallest_rises(step_ms: Values) -> Values:
-    """For n = 0, 1, ..: the least that any single node from n on adds to a step's milliseconds."""
-    return np.minimum.accumulate((step_ms[1:] - step_ms[:-1])[::-1])[::-1].copy()
+    """For n = 0, 1, ..: the least that nodes from n on, however many, add to a step's milliseconds per node.
+
+    A little less, so that growth does not end where rounding alone decides.
+    """
+    distances, is_more = _distances(len(step_ms))
+    rises = (step_ms - step_ms[:-1, None]) / distances  # [from, to]
+    smallest: Values = rises.min(axis=1, where=is_more, initial=np.inf) - ROUNDING * step_ms[-1]
+    return smallest
+
+
+@lru_cache
+def _distances(count: int) -> tuple[Values, NDArray[np.bool_]]:
+    """From 0, 1, .. nodes to all numbers below `count` [count - 1, count], and which of these are more."""
+    numbers = np.arange(float(count))
+    ahead = numbers - numbers[:-1, None]
+    return np.where(ahead > 0, ahead, 1.0), ahead > 0
 
 
 @lru_cache
@@ -203,24 +238,22 @@ def proposed_chain(tree: ProposedTree) -> Stream:
         place += 1
 
 
-def plain_array(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The array itself, or a copy in the one form that `compiled.py` is compiled for."""
-    return array if array.dtype is dtype and array.flags.carray else np.array(array, dtype=dtype, order="C")
+def _plain_arrays(candidates: Candidates) -> tuple[IntArray, FloatArray, FloatArray, FloatArray]:
+    """The arrays themselves, or copies in the one form that `compiled.py` is compiled for."""
+    first, pairwise = candidates.first, candidates.pairwise
+    if first is None or pairwise is None:
+        first, pairwise = NO_FIRST, NO_PAIRS
+    if candidates.is_plain:
+        return candidates.token_ids, candidates.log_probs, first, pairwise
+    log_probs, first, pairwise = (np.array(part, FLOAT, order="C") for part in (candidates.log_probs, first, pairwise))
+    return np.array(candidates.token_ids, INT, order="C"), log_probs, first, pairwise
 
 
-def _plain_arrays(candidates: Candidates) -> tuple[NDArray[Any], ...]:
-    token_ids, log_probs = plain_array(candidates.token_ids, INT), plain_array(candidates.log_probs, FLOAT)
-    if candidates.pairwise is None or candidates.first is None:
-        return token_ids, log_probs, NO_FIRST, NO_PAIRS
-    first, pairwise = plain_array(candidates.first, FLOAT), plain_array(candidates.pairwise, FLOAT)
-    return token_ids, log_probs, first, pairwise
-
-
-def _depth(nodes: Nodes) -> int:
+def _depths(parents: Sequence[int]) -> list[int]:
     depths = [0]
-    for parent, _ in nodes:
+    for parent in parents:
         depths.append(depths[parent] + 1)
-    return max(depths)
+    return depths[1:]
 
 
 def _streams(

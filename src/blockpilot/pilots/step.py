@@ -14,6 +14,7 @@ import numpy as np
 
 from blockpilot.core.candidates import Candidates
 from blockpilot.core.errors import InputError
+from blockpilot.core.tree import DraftTree
 from blockpilot.pilots import switch
 from blockpilot.pilots.base import Nodes, Pilot, PilotInputs, PrefillState
 from blockpilot.pilots.calibration import Calibration
@@ -74,53 +75,56 @@ class StepPilot(Pilot):
         self._together.forget()
 
     def choose(self, inputs: PilotInputs) -> int:
-        is_shared = self._is_shared(inputs)
-        recent = self._memory(is_shared=is_shared)
+        recent, weight = self._memory(inputs)
         if self._growth is not None:
             checked, self._growth = self._growth, None
-            weight = 1 / inputs.batch_size if is_shared else 1.0
             recent.record_step(
                 emitted=inputs.last_emitted, depth=checked.depth, promised=checked.promised, weight=weight
             )
         count = bisect_right(self.draft_sizes, inputs.max_block_size)
         if not count:
             return 0
-        if is_shared:
+        if weight < 1:
             return self._choose_together(inputs, count)
         table = self._tables.at(inputs.batch_size, inputs.context_length)
         best, rate = self._forecast.best_size(recent, table.step_ms, count, inputs.num_remaining)
         return self.draft_sizes[best] if self._is_open(self.gate, table, best, rate) else 0
 
     def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
-        is_shared = self._is_shared(inputs)
-        recent = self._memory(is_shared=is_shared)
-        if is_shared:
+        return self._grow(inputs, candidates).nodes
+
+    def select_tree(self, inputs: PilotInputs, candidates: Candidates, anchor_id: int) -> DraftTree:
+        return self._grow(inputs, candidates).tree(anchor_id).up_to(inputs.num_remaining - 1)
+
+    def _grow(self, inputs: PilotInputs, candidates: Candidates) -> Growth:
+        recent, weight = self._memory(inputs)
+        num_positions = candidates.num_positions
+        if weight < 1:
             costs = falling_costs(self._together.num_nodes)  # the number is decided: take them all
         else:
             table = self._tables.at(inputs.batch_size, inputs.context_length)
-            costs = table.growth(candidates.num_positions + 1)
-        self._growth, head = grow_calibrated(
+            costs = table.growth(num_positions + 1)
+        growth, head = grow_calibrated(
             candidates,
             self.sampled if self.sampled is not None and inputs.temperature > 0 else self.calibration,
             costs,
             trust=recent.trust,
-            depth=max(min(candidates.num_positions, inputs.num_remaining - 1), 0),  # deeper tokens cannot be emitted
+            depth=max(min(num_positions, inputs.num_remaining - 1), 0),  # deeper tokens cannot be emitted
             width=WIDTH,
             is_chain=self.is_chain,
         )
-        recent.record_draft(head, 1 / inputs.batch_size if is_shared else 1.0)
-        return self._growth.nodes
+        recent.record_draft(head, weight)
+        self._growth = growth
+        return growth
 
-    def _is_shared(self, inputs: PilotInputs) -> bool:
-        return inputs.batch_size > 1 and bool(self.costs.padding)
-
-    def _memory(self, *, is_shared: bool) -> Recent:
-        if is_shared:
+    def _memory(self, inputs: PilotInputs) -> tuple[Recent, float]:
+        """What decisions look at, and what a draft or step of this request weighs there: below 1 where it is shared."""
+        if inputs.batch_size > 1 and self.costs.padding:
             self._was_shared = True
-            return self._together.recent
+            return self._together.recent, 1 / inputs.batch_size
         if self._was_shared and not self.recent.has_drafted:
             self.recent = replace(self._together.recent)  # left alone, a request goes on from what all have seen
-        return self.recent
+        return self.recent, 1.0
 
     def _choose_together(self, inputs: PilotInputs, count: int) -> int:
         together = self._together
@@ -135,8 +139,7 @@ class StepPilot(Pilot):
 
     def _is_open(self, gate: Gate, table: StepTable, best: int, rate: float) -> bool:
         """Whether to draft at the best size, which promises so many tokens per millisecond."""
-        plain_ms = float(table.rest_ms[0])
-        return gate.is_open(rate * plain_ms, lambda: float(self._limits(table, best).max()) * plain_ms)
+        return gate.is_open(rate * table.plain_ms, lambda: float(self._limits(table, best).max()) * table.plain_ms)
 
     def _limits(self, table: StepTable, best: int) -> Values:
         """Tokens per millisecond [nodes + 1] if every node were right."""

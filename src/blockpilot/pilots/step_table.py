@@ -6,6 +6,7 @@ context length alone, and on most machines not even on the context: the rows are
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -25,6 +26,11 @@ class StepTable:
     step_ms: Values  # [sizes, nodes + 1], for every draft size that a pilot may choose
     _growth: dict[int, tuple[Values, Values]] = field(default_factory=dict, init=False, repr=False)
 
+    @cached_property
+    def plain_ms(self) -> float:
+        """A step that checks the anchor alone."""
+        return float(self.rest_ms[0])
+
     def growth(self, draft_size: int) -> tuple[Values, Values]:
         """For any draft size: milliseconds [nodes + 1], and the smallest rise [nodes] from each number of nodes on."""
         found = self._growth.get(draft_size)
@@ -39,10 +45,11 @@ class StepTables:
 
     def __init__(self, costs: StepCosts, draft_sizes: Sequence[int], num_nodes: int) -> None:
         self.costs, self.draft_sizes, self.num_nodes = costs, draft_sizes, num_nodes
+        self.depends_on_context = costs.depends_on_context
         self._tables: dict[tuple[int, int], StepTable] = {}
 
     def at(self, batch_size: int, context_length: int) -> StepTable:
-        key = (batch_size, context_length if self.costs.depends_on_context else 0)
+        key = (batch_size, context_length if self.depends_on_context else 0)
         found = self._tables.get(key)
         if found is None:
             if len(self._tables) >= MAX_TABLES:

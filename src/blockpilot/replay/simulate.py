@@ -10,8 +10,6 @@ were kept: exact where the trace keeps as many as the pilot asks for, in float32
 
 from dataclasses import replace
 
-from blockpilot.core.config import MAX_TREE_NODES
-from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.verification import accept
 from blockpilot.pilots.base import Pilot, PilotInputs
 from blockpilot.pilots.fixed import FixedPilot
@@ -100,8 +98,7 @@ def _step(trace: Trace, pilot: Pilot, inputs: PilotInputs, anchor: int) -> Simul
     size = min(pilot.choose(inputs), inputs.max_block_size) if inputs.num_remaining > 1 else 1
     if size <= 1:
         return _plain_step(anchor)
-    nodes = pilot.select(inputs, trace.candidates(size, anchor, pilot.num_candidates))
-    tree = DraftTree.build(ABSENT, nodes[:MAX_TREE_NODES]).up_to(inputs.num_remaining - 1)
+    tree = pilot.select_tree(inputs, trace.candidates(size, anchor, pilot.num_candidates), ABSENT)
     true_ranks = [*trace.draft(size).true_ranks[anchor].tolist(), ABSENT]  # nothing is drafted below the last depth
     accepted = accept(tree, [true_ranks[min(depth, size - 1)] for depth in tree.depths])
     emitted = min(len(accepted.emitted_ids), trace.num_anchors - anchor)

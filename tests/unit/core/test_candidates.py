@@ -43,3 +43,13 @@ def test_best_children_have_the_best_scores(is_pairwise: bool) -> None:
     for position in range(4):
         for parent in range(3 if position else 1):
             assert best[position][parent] == int(candidates.child_log_probs(position, parent).argmax())
+
+
+def test_arrays_that_compiled_code_can_read() -> None:
+    ids, scores = np.zeros((3, 4), dtype=np.int64), np.zeros((3, 4), dtype=np.float32)
+    first, pairwise = np.zeros(4, dtype=np.float32), np.zeros((2, 4, 4), dtype=np.float32)
+    assert Candidates(ids, scores).is_plain and Candidates(ids, scores, first, pairwise).is_plain
+    assert Candidates(ids[:2], scores[:2], first, pairwise[:1]).is_plain
+    assert not Candidates(ids[:, :2], scores[:, :2]).is_plain
+    assert not Candidates(ids.astype(np.int32), scores).is_plain
+    assert not Candidates(ids, scores, first, pairwise.astype(np.float64)).is_plain

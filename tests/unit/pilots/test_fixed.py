@@ -3,6 +3,7 @@
 import numpy as np
 
 from blockpilot.core.candidates import Candidates
+from blockpilot.core.tree import DraftTree
 from blockpilot.pilots.base import PilotInputs
 from blockpilot.pilots.fixed import FixedPilot, PlainPilot, TreePilot
 
@@ -31,6 +32,8 @@ def test_fixed_checks_a_chain_of_its_size() -> None:
     pilot = FixedPilot(6)
     assert pilot.choose(INPUTS) == 6
     assert pilot.select(INPUTS, CANDIDATES) == [(d, 2 * d) for d in range(5)]
+    assert pilot.select_tree(INPUTS, CANDIDATES, 7) == DraftTree.chain(7, [2 * d for d in range(5)])
+    assert len(pilot.select_tree(INPUTS._replace(num_remaining=4), CANDIDATES, 7)) == 4
 
 
 def test_tree_drafts_at_the_trained_size_and_checks_its_number_of_nodes() -> None:

@@ -1,14 +1,17 @@
 """Chains and trees out of candidates, against every path written out."""
 
-from itertools import islice, pairwise, product
+from itertools import islice, product
+from operator import le
 
 import numpy as np
 import pytest
 
 from blockpilot.core.candidates import Candidates, ProposedTree
+from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.tree import DraftTree
 from blockpilot.pilots.base import Nodes
 from blockpilot.pilots.growth import (
+    Growth,
     best_first,
     grow_by_cost,
     grow_chain,
@@ -143,6 +146,8 @@ def test_growth_by_cost_ends_early_where_nothing_can_win() -> None:
     assert grow_by_cost(stream(), [1.0, 3.0, 5.0]).nodes == [], "nothing is worth twice a plain step"
     assert len(grow_by_cost(stream(), [1.0] * 31).nodes) == 30, "for free, everything is"
     assert len(grow_by_cost(stream(), [1 + 0.1 * n for n in range(64)], trust=0.3).nodes) == 1 < len(growth.nodes)
+    taken = 0
+    assert len(grow_by_cost(stream(), [1 + n // 8 for n in range(64)]).nodes) == 7 < taken < 10, "stairs end it, too"
 
 
 def test_a_drafters_own_tree_is_pruned_by_value() -> None:
@@ -171,5 +176,13 @@ def test_known_rises_change_nothing() -> None:
     assert candidates.first is not None and candidates.pairwise is not None
     given = (np.exp(candidates.first), np.exp(candidates.pairwise), candidates.token_ids)
     rises = smallest_rises(np.array(costs)).tolist()
-    assert rises == [min(b - a for a, b in pairwise(costs[n:])) for n in range(40)]
+    least = [min((costs[m] - costs[n]) / (m - n) for m in range(n + 1, 41)) for n in range(40)]
+    assert rises == pytest.approx(least, abs=1e-9) and all(map(le, rises, least))
     assert grow_by_cost(best_first(*given), costs, 0.9, rises) == grow_by_cost(best_first(*given), costs, 0.9)
+
+
+def test_a_tree_holds_no_more_than_one_check_takes() -> None:
+    for size in (0, 3, MAX_TREE_NODES, MAX_TREE_NODES + 5):
+        parents, token_ids, depths = list(range(size)), list(range(100, 100 + size)), list(range(1, size + 1))
+        tree = Growth(parents, token_ids, depths, size, 1.0).tree(7)
+        assert tree == DraftTree.chain(7, token_ids[:MAX_TREE_NODES])

@@ -8,6 +8,7 @@ import pytest
 from blockpilot import SamplingParams
 from blockpilot.core.candidates import Candidates, ProposedTree
 from blockpilot.core.errors import InputError
+from blockpilot.core.tree import DraftTree
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.forecast import Forecast, Recent
@@ -179,12 +180,24 @@ def test_sizes_stay_within_the_drafter_and_nodes_within_the_answer() -> None:
 
 
 @pytest.mark.parametrize("is_chain", [False, True])
+def test_the_tree_is_that_of_the_selected_nodes(is_chain: bool) -> None:
+    for num_remaining in (2, 5, 100):
+        inputs, candidates = make_inputs(num_remaining=num_remaining), sure_candidates(0.7)
+        pilots = [make_pilot(STEEP, is_chain=is_chain) for _ in range(2)]
+        nodes = pilots[0].select(inputs, candidates)
+        assert pilots[1].select_tree(inputs, candidates, 9) == DraftTree.build(9, nodes)
+        assert pilots[0].recent == pilots[1].recent
+
+
+@pytest.mark.parametrize("is_chain", [False, True])
 def test_a_drafters_own_tree_is_pruned(is_chain: bool) -> None:
     log_probs = np.log(np.array([0.9, 0.05, 0.8], dtype=np.float32))
     tree = ProposedTree(np.array([0, 0, 1]), np.array([5, 6, 7]), log_probs)
     candidates = Candidates(np.array([[5], [7]]), log_probs[[0, 2], None], tree=tree)
     pilot = make_pilot(STEEP, is_chain=is_chain)
     assert pilot.select(make_inputs(), candidates) == [(0, 5), (1, 7)]
+    assert pilot.select_tree(make_inputs(), candidates, 9) == DraftTree.build(9, [(0, 5), (1, 7)])
+    assert pilot.select_tree(make_inputs(num_remaining=2), candidates, 9) == DraftTree.build(9, [(0, 5)])
     assert pilot.recent.expected > 2
 
 

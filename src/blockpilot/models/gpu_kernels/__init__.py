@@ -2,17 +2,19 @@
 
     linear         few tokens times all the weights, split over the inner size; whoever reads the result adds the parts
     gated_linear   SwiGLU's silu(gate) * up with both products
+    norm_linear, norm_gated_linear   both behind a residual addition and its RMSNorm; for one token in one kernel
     routed_mlp     the same through the experts that a router chooses, reading no other's weights
     rotate_store   per head: q/k norm, rotary, keys and values into their cache rows
     attend         queries of all requests over the filled part of their slots, split over the context, tree masks
     rotate_attend  both at once where a request has few tokens
     add_norm       residual addition and the RMSNorm behind it; of DFlash 2, the convolution before the addition too
+    embed          the embeddings of tokens
     gate           silu(gate) * up of a product made elsewhere
     rank_tokens    the best tokens of every row of logits and their log-probabilities
     score_pairs    DFlash 2's selector: how likely a child is after each parent
     convolve       DFlash 2's convolution before a sublayer
     gumbel         the noise of sampling
-    send_back      results into the host's memory
+    send           numbers from the host's memory to the device, or back
     store_context  a drafter's keys and values of committed tokens into their cache rows
     move_rows      accepted cache rows to their places
 
@@ -21,28 +23,30 @@ as a CUDA graph and replayed for ever. On GPUs that can (Hopper and later) a ker
 still runs and waits for its results only where it needs them; `linear` meanwhile calls its weights into the cache.
 """
 
-from blockpilot.models.gpu_kernels.attention import MAX_TILE, attend, choose_splits, rotate_attend
+from blockpilot.models.gpu_kernels.attention import attend, choose_splits, rotate_attend
 from blockpilot.models.gpu_kernels.cache_rows import move_rows, rotate_store, store_context
-from blockpilot.models.gpu_kernels.products import gated_linear, linear, routed_mlp
-from blockpilot.models.gpu_kernels.ranking import gumbel, rank_tokens, score_pairs, send_back
-from blockpilot.models.gpu_kernels.sublayers import add_norm, convolve, gate
+from blockpilot.models.gpu_kernels.products import gated_linear, linear, norm_gated_linear, norm_linear, routed_mlp
+from blockpilot.models.gpu_kernels.ranking import gumbel, rank_tokens, score_pairs, send
+from blockpilot.models.gpu_kernels.sublayers import add_norm, convolve, embed, gate
 
 __all__ = [
-    "MAX_TILE",
     "add_norm",
     "attend",
     "choose_splits",
     "convolve",
+    "embed",
     "gate",
     "gated_linear",
     "gumbel",
     "linear",
     "move_rows",
+    "norm_gated_linear",
+    "norm_linear",
     "rank_tokens",
     "rotate_attend",
     "rotate_store",
     "routed_mlp",
     "score_pairs",
-    "send_back",
+    "send",
     "store_context",
 ]

@@ -8,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from blockpilot.models.gpu_kernels.cache_rows import rotate_store
-from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, launch, padded, sum_parts, wait
+from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, launch, padded, per_count, sum_parts, wait
 from blockpilot.models.kernels_reference import Parts
 
 BLOCK_KEYS = 64
 MAX_TILE = 64
 MAX_SPLITS = 64
+SHORT = 2048  # a context that one tile of keys for each split covers
 MIN_ROTATED_DIM = 128  # `_rotate_attend` measured slower than two kernels for smaller heads
 NEVER = tl.constexpr(-1.0e30)
 
@@ -27,6 +28,21 @@ def _mix(scores, value_tile, best, mass, mixed):  # type: ignore[no-untyped-def]
     mass = mass * shrink + tl.sum(weights, axis=1)
     mixed = mixed * shrink[:, None] + tl.dot(weights.to(value_tile.dtype), value_tile, input_precision="ieee")
     return higher, mass, mixed
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _is_seen(columns, last, start, total, tokens, is_row, masks, BLOCK: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which keys of a tile which queries see: all old ones, and the new ones that masks mark."""
+    is_seen = is_row[:, None] & (columns < last)[None, :]
+    if tl.max(columns, axis=0) >= start:
+        new = columns - start
+        is_new = (new >= 0) & (columns < total)
+        words = tl.load(
+            masks + tokens[:, None] * WORDS + (new // 32)[None, :], mask=is_row[:, None] & is_new[None, :], other=0
+        )
+        is_marked = ((words >> (new % 32)[None, :]) & 1) == 1
+        is_seen = is_seen & ((new < 0)[None, :] | is_marked)
+    return is_seen
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -46,11 +62,11 @@ def _rotate_halves(  # type: ignore[no-untyped-def]
     return left * cosines - right * sines, right * cosines + left * sines
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@per_count  # type: ignore[untyped-decorator]
 def _rotate_attend(  # type: ignore[no-untyped-def]
     qkv, positions, cos, sin, q_weight, k_weight, keys, values, slots, starts, masks, out, partial, stats, eps, scale,
-    part_stride, slot_stride, capacity, num_rows,
-    COUNT: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    part_stride, slot_stride, capacity, num_rows, count,
+    HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     NEW: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, HAS_NORM: tl.constexpr,
     PARTS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -60,8 +76,8 @@ def _rotate_attend(  # type: ignore[no-untyped-def]
     group: tl.constexpr = HEADS // KV
     half: tl.constexpr = DIM // 2
     rows = tl.arange(0, TILE)
-    is_row = rows < COUNT * group
-    tokens = request * COUNT + tl.where(is_row, rows // group, 0)
+    is_row = rows < count * group
+    tokens = request * count + tl.where(is_row, rows // group, 0)
     heads = head * group + rows % group
     dims, halves = tl.arange(0, DIM), tl.arange(0, half)
     # what earlier passes stored does not depend on the kernel before: the first tile is loaded while that one ends
@@ -108,8 +124,8 @@ def _rotate_attend(  # type: ignore[no-untyped-def]
             best, mass, mixed = _mix(scores, mixed_tile, best, mass, mixed)
         if split == newest:
             new = tl.arange(0, NEW)
-            is_new = new < COUNT
-            new_tokens = request * COUNT + tl.where(is_new, new, 0)
+            is_new = new < count
+            new_tokens = request * count + tl.where(is_new, new, 0)
             key_places = (new_tokens.to(tl.int64) * (HEADS + 2 * KV) + HEADS + head) * DIM
             new_angles = tl.load(positions + new_tokens).to(tl.int64)[:, None] * half + halves[None, :]
             new_left, new_right = _rotate_halves(
@@ -141,58 +157,66 @@ def _rotate_attend(  # type: ignore[no-untyped-def]
         tl.store(stats + 2 * stat + 1, mass, mask=is_row)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@per_count  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    q, keys, values, slots, starts, masks, out, partial, stats, scale, slot_stride, capacity, num_rows,
-    COUNT: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    q, keys, values, slots, starts, masks, out, partial, stats, scale, slot_stride, capacity, num_rows, count,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    tiles = (COUNT * GROUP + TILE - 1) // TILE
+    if IS_OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+    tiles = (count * GROUP + TILE - 1) // TILE
     request, head, split = tl.program_id(0) // tiles, tl.program_id(1), tl.program_id(2)
     start = tl.load(starts + request)
     base = tl.load(slots + request).to(tl.int64) * slot_stride + head.to(tl.int64) * capacity * DIM
-    wait(IS_OVERLAPPED)
     rows = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
-    is_row = rows < COUNT * GROUP
-    tokens = request * COUNT + rows // GROUP
+    is_row = rows < count * GROUP
+    tokens = request * count + rows // GROUP
     heads = head * GROUP + rows % GROUP
     dims = tl.arange(0, PAD)
     is_dim = dims < DIM
-    places = (tokens.to(tl.int64) * HEADS + heads)[:, None] * DIM + dims[None, :]
-    is_place = is_row[:, None] & is_dim[None, :]
-    queries = tl.load(q + places, mask=is_place, other=0.0)
-    total = start + COUNT
+    total = start + count
     chunk = tl.cdiv(tl.cdiv(total, SPLITS), BLOCK) * BLOCK
     first = split * chunk
     last = tl.minimum(first + chunk, total)
+    # what earlier passes stored does not depend on the kernel before: the first tile is loaded while that one ends
+    columns = first + tl.arange(0, BLOCK)
+    offsets = base + columns.to(tl.int64)[:, None] * DIM + dims[None, :]
+    is_old = (columns < tl.minimum(last, start))[:, None] & is_dim[None, :]
+    key_tile = tl.load(keys + offsets, mask=is_old, other=0.0)
+    value_tile = tl.load(values + offsets, mask=is_old, other=0.0)
+    if IS_OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
 
     best = tl.full([TILE], NEVER, tl.float32)
     mass = tl.zeros([TILE], tl.float32)
     mixed = tl.zeros([TILE, PAD], tl.float32)
-    for at in range(first, last, BLOCK):
-        columns = at + tl.arange(0, BLOCK)
-        is_seen = is_row[:, None] & (columns < last)[None, :]
-        if at + BLOCK > start:
-            new = columns - start
-            is_new = (new >= 0) & (columns < total)
-            words = tl.load(
-                masks + tokens[:, None] * WORDS + (new // 32)[None, :], mask=is_row[:, None] & is_new[None, :], other=0
-            )
-            is_marked = ((words >> (new % 32)[None, :]) & 1) == 1
-            is_seen = is_seen & ((new < 0)[None, :] | is_marked)
-        offsets = base + columns.to(tl.int64)[:, None] * DIM + dims[None, :]
-        is_there = (columns < last)[:, None] & is_dim[None, :]
-        key_tile = tl.load(keys + offsets, mask=is_there, other=0.0)
-        value_tile = tl.load(values + offsets, mask=is_there, other=0.0)
+    places = (tokens.to(tl.int64) * HEADS + heads)[:, None] * DIM + dims[None, :]
+    is_place = is_row[:, None] & is_dim[None, :]
+    if first < last:
+        queries = tl.load(q + places, mask=is_place, other=0.0)
+        if first + BLOCK > start:
+            is_new = ((columns >= start) & (columns < last))[:, None] & is_dim[None, :]
+            key_tile += tl.load(keys + offsets, mask=is_new, other=0.0)
+            value_tile += tl.load(values + offsets, mask=is_new, other=0.0)
+        is_seen = _is_seen(columns, last, start, total, tokens, is_row, masks, BLOCK, WORDS)
         scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * scale
-        scores = tl.where(is_seen, scores, float("-inf"))
-        best, mass, mixed = _mix(scores, value_tile, best, mass, mixed)
+        best, mass, mixed = _mix(tl.where(is_seen, scores, float("-inf")), value_tile, best, mass, mixed)
+        for at in range(first + BLOCK, last, BLOCK):
+            later = at + tl.arange(0, BLOCK)
+            is_seen = _is_seen(later, last, start, total, tokens, is_row, masks, BLOCK, WORDS)
+            more = base + later.to(tl.int64)[:, None] * DIM + dims[None, :]
+            is_there = (later < last)[:, None] & is_dim[None, :]
+            next_keys = tl.load(keys + more, mask=is_there, other=0.0)
+            next_values = tl.load(values + more, mask=is_there, other=0.0)
+            scores = tl.dot(queries, tl.trans(next_keys), input_precision="ieee") * scale
+            best, mass, mixed = _mix(tl.where(is_seen, scores, float("-inf")), next_values, best, mass, mixed)
     if SPLITS == 1:
         result = mixed / tl.maximum(mass, 1e-30)[:, None]
         tl.store(out + places, result.to(out.dtype.element_ty), mask=is_place)
     else:
         shift = split * num_rows
-        tl.store(partial + shift.to(tl.int64) * DIM + places, mixed, mask=is_place)
+        tl.store(partial + shift.to(tl.int64) * DIM + places, mixed, mask=is_place & (first < last))
         stat = shift + tokens * HEADS + heads
         tl.store(stats + 2 * stat, best, mask=is_row)
         tl.store(stats + 2 * stat + 1, mass, mask=is_row)
@@ -233,13 +257,13 @@ def rotate_attend(
     out = torch.empty(num_tokens, num_heads, dim, dtype=dtype, device=positions.device)
     partial, stats = _split_buffers(out, num_splits)
     weights = norms or (out, out)
-    tile = max(MIN_TILE, triton.next_power_of_2(num_queries))
+    tile = choose_tile(num_queries, dim, context)
     overlap = can_overlap(out.device)
     kernel: Any = _rotate_attend[(len(slots), num_kv, num_splits)]
     kernel(
         qkv.values, positions, table[0], table[1], weights[0], weights[1], keys, values, slots, starts, masks, out,
-        partial, stats, eps, dim**-0.5, qkv.stride, keys.stride(0), capacity, num_tokens * num_heads,
-        COUNT=count, HEADS=num_heads, KV=num_kv, DIM=dim, TILE=tile, NEW=max(MIN_TILE, triton.next_power_of_2(count)),
+        partial, stats, eps, dim**-0.5, qkv.stride, keys.stride(0), capacity, num_tokens * num_heads, count,
+        HEADS=num_heads, KV=num_kv, DIM=dim, TILE=tile, NEW=max(MIN_TILE, triton.next_power_of_2(count)),
         BLOCK=BLOCK_KEYS, SPLITS=num_splits, WORDS=masks.shape[1], HAS_NORM=norms is not None, PARTS=qkv.num_parts,
         IS_OVERLAPPED=overlap, num_warps=4, num_stages=_num_stages(num_splits, context), **launch(overlap),
     )  # fmt: skip
@@ -260,7 +284,7 @@ def attend(
     num_tokens, num_heads, dim = q.shape
     _, num_kv, capacity, _ = keys.shape
     count, group = num_tokens // len(slots), num_heads // num_kv
-    tile = min(MAX_TILE, max(MIN_TILE, triton.next_power_of_2(count * group)))
+    tile = choose_tile(count * group, dim, context)
     tiles = triton.cdiv(count * group, tile)
     out = torch.empty_like(q)
     partial, stats = _split_buffers(out, num_splits)
@@ -268,7 +292,7 @@ def attend(
     kernel: Any = _attend[(len(slots) * tiles, num_kv, num_splits)]
     kernel(
         q, keys, values, slots, starts, masks, out, partial, stats, dim**-0.5, keys.stride(0), capacity,
-        num_tokens * num_heads, COUNT=count, HEADS=num_heads, GROUP=group, DIM=dim, PAD=padded(dim), TILE=tile,
+        num_tokens * num_heads, count, HEADS=num_heads, GROUP=group, DIM=dim, PAD=padded(dim), TILE=tile,
         BLOCK=BLOCK_KEYS, SPLITS=num_splits, WORDS=masks.shape[1], IS_OVERLAPPED=overlap, num_warps=4,
         num_stages=_num_stages(num_splits, context), **launch(overlap),
     )  # fmt: skip
@@ -301,8 +325,19 @@ def _combined(out: Tensor, partial: Tensor, stats: Tensor) -> Tensor:
     return out.view(num_tokens, num_heads * dim)
 
 
-def choose_splits(num_requests: int, num_kv_heads: int, num_tiles: int, num_processors: int, context: int) -> int:
+def choose_tile(num_queries: int, dim: int, context: int) -> int:
+    """Queries of one program. Small heads over short contexts take little time: more programs share it better."""
+    most = MAX_TILE
+    if dim < MIN_ROTATED_DIM and context <= SHORT:
+        most = MIN_TILE if num_queries <= MAX_TILE else 2 * MIN_TILE
+    return min(most, max(MIN_TILE, triton.next_power_of_2(num_queries)))
+
+
+def choose_splits(
+    num_requests: int, num_kv_heads: int, num_queries: int, dim: int, num_processors: int, context: int
+) -> int:
     """Enough programs to fill the device, a power of two, and no more than a context of that length can use."""
-    wanted = max(1, 2 * num_processors // max(1, num_requests * num_kv_heads * num_tiles))
+    tiles = triton.cdiv(num_queries, choose_tile(num_queries, dim, context))
+    wanted = max(1, 2 * num_processors // max(1, num_requests * num_kv_heads * tiles))
     useful = triton.next_power_of_2(triton.cdiv(context, BLOCK_KEYS))
     return max(1, min(MAX_SPLITS, useful, triton.next_power_of_2(wanted)))

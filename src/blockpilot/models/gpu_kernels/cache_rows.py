@@ -7,20 +7,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockpilot.models.gpu_kernels.launching import can_overlap, launch, padded, sum_parts, wait
+from blockpilot.models.gpu_kernels.launching import can_overlap, launch, padded, per_count, sum_parts, wait
 from blockpilot.models.kernels_reference import Parts
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@per_count  # type: ignore[untyped-decorator]
 def _rotate_store(  # type: ignore[no-untyped-def]
     qkv, positions, cos, sin, q_weight, k_weight, slots, starts, q_out, keys, values, eps, part_stride, slot_stride,
-    capacity,
-    COUNT: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    capacity, count,
+    HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     HAS_NORM: tl.constexpr, PARTS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     wait(IS_OVERLAPPED)
     token, head = tl.program_id(0), tl.program_id(1)
-    request = token // COUNT
+    request = token // count
     dims = tl.arange(0, PAD)
     is_dim = dims < DIM
     half: tl.constexpr = DIM // 2
@@ -46,7 +46,7 @@ def _rotate_store(  # type: ignore[no-untyped-def]
         query_place = (token.to(tl.int64) * HEADS + head) * DIM
         tl.store(q_out + query_place + dims, x.to(q_out.dtype.element_ty), mask=is_dim)
     else:
-        row = tl.load(starts + request).to(tl.int64) + token % COUNT
+        row = tl.load(starts + request).to(tl.int64) + token % count
         kv_head = (head - HEADS) % KV
         kv_place = tl.load(slots + request).to(tl.int64) * slot_stride + (kv_head * capacity + row) * DIM
         is_key = head < HEADS + KV
@@ -54,10 +54,10 @@ def _rotate_store(  # type: ignore[no-untyped-def]
         tl.store(values + kv_place + dims, x.to(values.dtype.element_ty), mask=is_dim & (head >= HEADS + KV))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@per_count  # type: ignore[untyped-decorator]
 def _store_context(  # type: ignore[no-untyped-def]
     projected, positions, cos, sin, weights, slots, starts, rows, eps, part_stride, layer_stride, slot_stride, capacity,
-    COUNT: tl.constexpr, LAYERS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    count, LAYERS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     PARTS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     wait(IS_OVERLAPPED)
@@ -78,8 +78,8 @@ def _store_context(  # type: ignore[no-untyped-def]
         c = tl.load(cos + angle, mask=is_dim, other=0.0)
         s = tl.load(sin + angle, mask=is_dim, other=0.0)
         x = x * c + partner * tl.where(dims < half, -s, s)
-    request = token // COUNT
-    row = tl.load(starts + request).to(tl.int64) + token % COUNT
+    request = token // count
+    row = tl.load(starts + request).to(tl.int64) + token % count
     place = plane.to(tl.int64) * layer_stride + tl.load(slots + request).to(tl.int64) * slot_stride
     place += (head * capacity + row) * DIM
     tl.store(rows + place + dims, x.to(rows.dtype.element_ty), mask=is_dim)
@@ -120,7 +120,7 @@ def rotate_store(
     kernel: Any = _rotate_store[(num_tokens, num_heads + 2 * num_kv)]
     kernel(
         qkv.values, positions, table[0], table[1], weights[0], weights[1], slots, starts, q, keys, values, eps,
-        qkv.stride, keys.stride(0), capacity, COUNT=num_tokens // len(slots), HEADS=num_heads, KV=num_kv, DIM=dim,
+        qkv.stride, keys.stride(0), capacity, num_tokens // len(slots), HEADS=num_heads, KV=num_kv, DIM=dim,
         PAD=padded(dim), HAS_NORM=norms is not None, PARTS=qkv.num_parts, IS_OVERLAPPED=overlap,
         num_warps=1, **launch(overlap),
     )  # fmt: skip
@@ -138,7 +138,7 @@ def store_context(
     kernel: Any = _store_context[(num_tokens, num_layers * 2, num_kv)]
     kernel(
         projected.values, positions, table[0], table[1], weights, slots, starts, rows, eps, projected.stride,
-        rows.stride(1), rows.stride(2), capacity, COUNT=num_tokens // len(slots), LAYERS=num_layers, KV=num_kv, DIM=dim,
+        rows.stride(1), rows.stride(2), capacity, num_tokens // len(slots), LAYERS=num_layers, KV=num_kv, DIM=dim,
         PAD=padded(dim), PARTS=projected.num_parts, IS_OVERLAPPED=overlap, num_warps=1, **launch(overlap),
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 MIN_TILE = 16  # the smallest tile the matrix units take
+per_count = triton.jit(do_not_specialize=["count"])  # tokens per request: one compiled kernel serves all numbers
 
 
 @cache

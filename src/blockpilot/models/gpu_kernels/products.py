@@ -10,12 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, launch, sum_parts, wait
-from blockpilot.models.gpu_kernels.sublayers import gate
+from blockpilot.models.gpu_kernels.sublayers import add_norm, gate
 from blockpilot.models.kernels_reference import Parts
 
 MAX_PARTS = 12
-MAX_EARLY = 16  # tokens up to which a first tile of weights is loaded early; with more, registers are short
-MAX_SKINNY = 64  # tokens up to which `linear` is used; the library's product is better beyond
+MAX_FEW = 2  # tokens that are not worth a tile of the matrix units
+MAX_NARROW = 2048  # inner size that one warp takes whole
+MAX_TILE = 64  # tokens of one program; beyond it the library multiplies, except by small weights
+MAX_SMALL, MAX_TOKENS = 1 << 21, 1024  # numbers in a small weight, and tokens that are multiplied by it here
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -90,6 +92,56 @@ def _linear(  # type: ignore[no-untyped-def]
     places = (split * num_tokens + tokens).to(tl.int64)[None, :] * num_rows + rows[:, None]
     is_place = is_row & (tokens < num_tokens)[None, :]
     tl.store(out + places, sums.to(out.dtype.element_ty), mask=is_place)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _multiply_few(  # type: ignore[no-untyped-def]
+    x, delta, norm, weight, total, out, num_rows, size, part_stride, eps,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr,
+    HAS_NORM: tl.constexpr, IS_GATED: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    """Whole rows of weights, `HEAD` numbers and a rest, all loaded before the input is there; then token by token."""
+    if IS_OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = (rows < num_rows)[:, None]
+    head, rest = tl.arange(0, HEAD), HEAD + tl.arange(0, REST)
+    is_rest = rest < size
+    is_both = is_row & is_rest[None, :]
+    starts = weight + rows.to(tl.int64)[:, None] * size
+    uppers = starts + num_rows.to(tl.int64) * size
+    head_tile = tl.load(starts + head[None, :], mask=is_row, other=0.0)
+    rest_tile = tl.load(starts + rest[None, :], mask=is_both, other=0.0)
+    upper_head = tl.load(uppers + head[None, :], mask=is_row, other=0.0) if IS_GATED else head_tile
+    upper_rest = tl.load(uppers + rest[None, :], mask=is_both, other=0.0) if IS_GATED else rest_tile
+    if HAS_NORM:
+        head_norm = tl.load(norm + head).to(tl.float32)
+        rest_norm = tl.load(norm + rest, mask=is_rest, other=0.0).to(tl.float32)
+    if IS_OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
+    for token in tl.static_range(0, TOKENS):
+        start = token * size
+        left = tl.load(x + start + head).to(tl.float32)
+        right = tl.load(x + start + rest, mask=is_rest, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            if PARTS > 0:
+                left += sum_parts(delta, start + head, part_stride, head < size, PARTS)
+                right += sum_parts(delta, start + rest, part_stride, is_rest, PARTS)
+                left = left.to(x.dtype.element_ty).to(tl.float32)
+                right = right.to(x.dtype.element_ty).to(tl.float32)
+                if tl.program_id(0) == 0:
+                    tl.store(total + start + head, left.to(total.dtype.element_ty))
+                    tl.store(total + start + rest, right.to(total.dtype.element_ty), mask=is_rest)
+            scale = tl.rsqrt((tl.sum(left * left, axis=0) + tl.sum(right * right, axis=0)) / size + eps)
+            left = (left * scale * head_norm).to(x.dtype.element_ty).to(tl.float32)
+            right = (right * scale * rest_norm).to(x.dtype.element_ty).to(tl.float32)
+        sums = tl.sum(head_tile.to(tl.float32) * left[None, :], axis=1)
+        sums += tl.sum(rest_tile.to(tl.float32) * right[None, :], axis=1)
+        if IS_GATED:
+            ups = tl.sum(upper_head.to(tl.float32) * left[None, :], axis=1)
+            ups += tl.sum(upper_rest.to(tl.float32) * right[None, :], axis=1)
+            sums = sums / (1 + tl.exp(-sums)) * ups
+        tl.store(out + token * num_rows + rows, sums.to(out.dtype.element_ty), mask=rows < num_rows)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -170,9 +222,11 @@ def _experts(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class LinearPlan:
+    tokens: int
     rows: int
     depth: int
-    num_splits: int
+    num_splits: int = 1
+    is_early: bool = True  # the first tile of weights is loaded before the input is there
     num_warps: int = 4
     num_stages: int = 4
     ahead: int = 2  # cache lines of each row, behind the first tile, that are called for before the input is there
@@ -182,21 +236,59 @@ def plan_linear(num_tokens: int, num_rows: int, size: int, num_processors: int) 
     """Tiles measured on an H200: about two programs for every processor; few rows are split over the inner size."""
     programs = -(-num_rows // 64)
     depth = 128 if size >= 1024 else 64
-    if num_tokens > MAX_EARLY:
-        splits = max(1, min(round(1.5 * num_processors / programs), size // (2 * depth), MAX_PARTS))
-        return LinearPlan(64, depth, splits, num_stages=3) if splits > 1 else LinearPlan(64, 64, 1)
-    wanted = 1 if programs > 0.7 * num_processors else round(2 * num_processors / programs)
-    return LinearPlan(64, depth, max(1, min(wanted, size // (2 * depth), MAX_PARTS)))
+    most = min(size // (2 * depth), MAX_PARTS)
+    if num_tokens <= MIN_TILE:
+        wanted = 1 if programs > 0.7 * num_processors else round(2 * num_processors / programs)
+        return LinearPlan(MIN_TILE, 64, depth, max(1, min(wanted, most)))
+    share = 1.5 if num_tokens <= MAX_TILE else 1.0
+    splits = max(1, min(round(share * num_processors / (programs * -(-num_tokens // MAX_TILE))), most))
+    tokens, is_early = _tile(num_tokens, programs * splits, num_processors)
+    if splits == 1:
+        return LinearPlan(tokens, 64, 64, is_early=is_early)
+    return LinearPlan(tokens, 64, depth, splits, is_early=is_early, num_stages=3)
+
+
+def plan_gated(num_tokens: int, num_rows: int, size: int, num_processors: int) -> LinearPlan:
+    """A program takes as many rows of the gate and of the up projection."""
+    tokens, is_early = _tile(num_tokens, -(-num_rows // 64), num_processors)
+    # small models wait for memory more than they read it
+    return LinearPlan(tokens, 64, 64, is_early=is_early, num_stages=6 if size < 1024 and tokens < MAX_TILE else 4)
+
+
+def _tile(num_tokens: int, programs: int, num_processors: int) -> tuple[int, bool]:
+    """Tokens of a tile, and whether weights are loaded early. The smallest tile with a processor for every program is
+    best: weights that are read again come from the cache. Where there is none, shared memory is short for loading
+    early, and reading weights once is best."""
+    if num_tokens <= MIN_TILE:
+        return MIN_TILE, True
+    for tokens in (MIN_TILE, 2 * MIN_TILE, MAX_TILE):
+        if programs * -(-num_tokens // tokens) <= num_processors:
+            return tokens, True
+    return MAX_TILE, False
+
+
+def is_ours(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product is made here; the library's is better for many tokens of large weights, and in float32."""
+    most = MAX_TOKENS if weight.numel() <= MAX_SMALL else MAX_TILE
+    return len(x) <= most and x.dtype != torch.float32
+
+
+def are_few(x: Tensor, weight: Tensor) -> bool:
+    return len(x) <= MAX_FEW and is_ours(x, weight)
 
 
 def linear(
     x: Tensor, weight: Tensor, num_processors: int, plan: LinearPlan | None = None, *, out: Tensor | None = None
 ) -> Parts:
     """x [N, size] times weight [rows, size]; with `out` the sum is there and not in parts."""
+    if not is_ours(x, weight):
+        return Parts(F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out))
     num_tokens, size = x.shape
     num_rows = len(weight)
-    if num_tokens > MAX_SKINNY or x.dtype == torch.float32:
-        return Parts(F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out))
+    if plan is None and are_few(x, weight):
+        out = torch.empty(num_tokens, num_rows, dtype=x.dtype, device=x.device) if out is None else out
+        _multiply_tokens(x, weight, out)
+        return Parts(out)
     plan = plan or plan_linear(num_tokens, num_rows, size, num_processors)
     splits = plan.num_splits if out is None else 1
     chunk = triton.cdiv(triton.cdiv(size, splits), plan.depth) * plan.depth
@@ -208,34 +300,81 @@ def linear(
     return Parts(out, splits)
 
 
-# a program takes as many rows of the gate and of the up projection; small models wait for memory more than they read it
-GATED, SMALL_GATED = LinearPlan(64, 64, 1), LinearPlan(64, 64, 1, num_stages=6)
-
-
 def gated_linear(x: Tensor, weight: Tensor, num_processors: int, plan: LinearPlan | None = None) -> Tensor:
     """silu(gate) * up of x [N, size] and the stacked rows [2 * rows, size] of the two projections."""
-    num_tokens, size = x.shape
-    if num_tokens > MAX_SKINNY or x.dtype == torch.float32:
+    if not is_ours(x, weight):
         return gate(Parts(F.linear(x, weight)), x.dtype)
+    num_tokens, size = x.shape
     num_rows = len(weight) // 2
     out = torch.empty(num_tokens, num_rows, dtype=x.dtype, device=x.device)
-    plan = plan or (GATED if size >= 1024 else SMALL_GATED)
+    if plan is None and are_few(x, weight):
+        _multiply_tokens(x, weight, out)
+        return out
+    plan = plan or plan_gated(num_tokens, num_rows, size, num_processors)
     _multiply(x, weight, out, num_rows, plan, size, is_gated=True)
     return out
+
+
+def norm_linear(
+    x: Tensor, delta: Parts | None, norm: Tensor, eps: float, weight: Tensor, num_processors: int
+) -> tuple[Tensor, Parts]:
+    """x + delta, and the product of its RMSNorm."""
+    if not are_few(x, weight):
+        total, normed = add_norm(x, delta, norm, eps)
+        return total, linear(normed, weight, num_processors)
+    out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    return _multiply_tokens(x, weight, out, delta, norm, eps), Parts(out)
+
+
+def norm_gated_linear(
+    x: Tensor, delta: Parts | None, norm: Tensor, eps: float, weight: Tensor, num_processors: int
+) -> tuple[Tensor, Tensor]:
+    """x + delta, and the gated product of its RMSNorm."""
+    if not are_few(x, weight):
+        total, normed = add_norm(x, delta, norm, eps)
+        return total, gated_linear(normed, weight, num_processors)
+    out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
+    return _multiply_tokens(x, weight, out, delta, norm, eps), out
+
+
+def _multiply_tokens(
+    x: Tensor, weight: Tensor, out: Tensor, delta: Parts | None = None, norm: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
+    """Few tokens into `out`; gated where it has half the rows of the weight. What the norm is of comes back."""
+    size, num_rows = x.shape[1], out.shape[1]
+    total = x if delta is None else torch.empty_like(x)
+    is_gated = num_rows < len(weight)
+    head = 1 << (size.bit_length() - 1)
+    rows, warps = plan_few(size, is_gated=is_gated)
+    overlap = can_overlap(x.device)
+    kernel: Any = _multiply_few[(triton.cdiv(num_rows, rows),)]
+    kernel(
+        x, x if delta is None else delta.values, x if norm is None else norm, weight, total, out, num_rows, size,
+        0 if delta is None else delta.stride, eps, TOKENS=len(x), ROWS=rows, HEAD=head,
+        REST=triton.next_power_of_2(max(1, size - head)), PARTS=0 if delta is None else delta.num_parts,
+        HAS_NORM=norm is not None, IS_GATED=is_gated, IS_OVERLAPPED=overlap, num_warps=warps, **launch(overlap),
+    )  # fmt: skip
+    return total
+
+
+def plan_few(size: int, *, is_gated: bool) -> tuple[int, int]:
+    """Rows of a program, and its warps. Small models have too few rows to fill the device with large programs."""
+    if size <= MAX_NARROW:
+        return 4, 1
+    return max(1, min(8, (8192 if is_gated else 16384) // triton.next_power_of_2(size))), 4
 
 
 def _multiply(
     x: Tensor, weight: Tensor, out: Tensor, num_rows: int, plan: LinearPlan, chunk: int, *, is_gated: bool
 ) -> None:  # fmt: skip
     num_tokens, size = x.shape
-    tokens = MIN_TILE if num_tokens <= MAX_EARLY else MAX_SKINNY  # tiles between the two are no faster
     overlap = can_overlap(x.device)
-    grid = (triton.cdiv(num_rows, plan.rows), triton.cdiv(num_tokens, tokens), triton.cdiv(size, chunk))
+    grid = (triton.cdiv(num_rows, plan.rows), triton.cdiv(num_tokens, plan.tokens), triton.cdiv(size, chunk))
     kernel: Any = _linear[grid]
     kernel(
-        x, weight, out, num_tokens, num_rows, size, chunk, TOKENS=tokens, ROWS=plan.rows, DEPTH=plan.depth,
+        x, weight, out, num_tokens, num_rows, size, chunk, TOKENS=plan.tokens, ROWS=plan.rows, DEPTH=plan.depth,
         AHEAD=plan.ahead, HAS_EVEN_ROWS=num_rows % plan.rows == 0, HAS_EVEN_DEPTH=size % plan.depth == 0,
-        IS_GATED=is_gated, IS_EARLY=tokens <= MAX_EARLY, IS_OVERLAPPED=overlap, num_warps=plan.num_warps,
+        IS_GATED=is_gated, IS_EARLY=plan.is_early, IS_OVERLAPPED=overlap, num_warps=plan.num_warps,
         num_stages=plan.num_stages, **launch(overlap),
     )  # fmt: skip
 

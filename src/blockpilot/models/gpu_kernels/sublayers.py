@@ -47,6 +47,14 @@ def _add_norm(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _embed(ids, table, out, size, PAD: tl.constexpr, IS_OVERLAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    wait(IS_OVERLAPPED)
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
+    source = table + tl.load(ids + row).to(tl.int64) * size
+    tl.store(out + row * size + columns, tl.load(source + columns, mask=columns < size), mask=columns < size)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _convolve(  # type: ignore[no-untyped-def]
     x, base, corrections, offsets, out, size, num_groups,
     BLOCK: tl.constexpr, TAPS: tl.constexpr, GROUP: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
@@ -105,6 +113,15 @@ def add_norm(
 def _num_warps(size: int, num_rows: int) -> int:
     """A row is one program: with few rows nobody else uses the processor."""
     return 32 if size > 1024 and num_rows <= 64 else 8
+
+
+def embed(ids: Tensor, table: Tensor) -> Tensor:
+    """The rows of `table` that `ids` name. It starts when everything before it has ended."""
+    size = table.shape[1]
+    out = torch.empty(len(ids), size, dtype=table.dtype, device=table.device)
+    kernel: Any = _embed[(len(ids),)]
+    kernel(ids, table, out, size, PAD=triton.next_power_of_2(size), IS_OVERLAPPED=can_overlap(out.device))
+    return out
 
 
 def convolve(x: Tensor, convolution: Convolution) -> Tensor:

@@ -15,7 +15,7 @@ BLOCK_KEYS = 64
 MAX_TILE = 64
 MAX_SPLITS = 64
 SHORT = 2048  # a context that one tile of keys for each split covers
-MIN_ROTATED_DIM = 128  # `_rotate_attend` measured slower than two kernels for smaller heads
+MAX_ROTATED, MIN_ROTATED_DIM = 64, 128  # `_rotate_attend` measured slower than two kernels for smaller heads
 NEVER = tl.constexpr(-1.0e30)
 
 
@@ -251,7 +251,7 @@ def rotate_attend(
     num_tokens = len(positions)
     count = num_tokens // len(slots)
     num_queries = count * num_heads // num_kv
-    if num_queries > MAX_TILE or dim < MIN_ROTATED_DIM or dim != triton.next_power_of_2(dim):
+    if not is_rotated(num_queries, dim):
         q = rotate_store(qkv, positions, table, norms, eps, keys, values, slots, starts, num_heads, dtype)
         return attend(q, keys, values, slots, starts, masks, num_splits, context)
     out = torch.empty(num_tokens, num_heads, dim, dtype=dtype, device=positions.device)
@@ -325,10 +325,15 @@ def _combined(out: Tensor, partial: Tensor, stats: Tensor) -> Tensor:
     return out.view(num_tokens, num_heads * dim)
 
 
+def is_rotated(num_queries: int, dim: int) -> bool:
+    """Whether `_rotate_attend` takes a request's queries of one key head; one program holds them all."""
+    return num_queries <= MAX_ROTATED and dim >= MIN_ROTATED_DIM and dim == triton.next_power_of_2(dim)
+
+
 def choose_tile(num_queries: int, dim: int, context: int) -> int:
-    """Queries of one program. Small heads over short contexts take little time: more programs share it better."""
+    """Queries of one program. Over short contexts more programs share the work better; over long ones fewer read it."""
     most = MAX_TILE
-    if dim < MIN_ROTATED_DIM and context <= SHORT:
+    if context <= SHORT and not is_rotated(num_queries, dim):
         most = MIN_TILE if num_queries <= MAX_TILE else 2 * MIN_TILE
     return min(most, max(MIN_TILE, triton.next_power_of_2(num_queries)))
 

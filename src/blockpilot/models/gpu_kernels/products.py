@@ -14,7 +14,6 @@ from blockpilot.models.gpu_kernels.sublayers import add_norm, gate
 from blockpilot.models.kernels_reference import Parts
 
 MAX_PARTS = 12
-MAX_FEW = 2  # tokens that are not worth a tile of the matrix units
 MAX_NARROW = 2048  # inner size that one warp takes whole
 MAX_TILE = 64  # tokens of one program; beyond it the library multiplies, except by small weights
 MAX_SMALL, MAX_TOKENS = 1 << 21, 1024  # numbers in a small weight, and tokens that are multiplied by it here
@@ -245,7 +244,7 @@ def plan_linear(num_tokens: int, num_rows: int, size: int, num_processors: int) 
     tokens, is_early = _tile(num_tokens, programs * splits, num_processors)
     if splits == 1:
         return LinearPlan(tokens, 64, 64, is_early=is_early)
-    return LinearPlan(tokens, 64, depth, splits, is_early=is_early, num_stages=3)
+    return LinearPlan(tokens, 64, depth, splits, is_early=is_early, num_stages=4 if tokens < MAX_TILE else 3)
 
 
 def plan_gated(num_tokens: int, num_rows: int, size: int, num_processors: int) -> LinearPlan:
@@ -274,7 +273,8 @@ def is_ours(x: Tensor, weight: Tensor) -> bool:
 
 
 def are_few(x: Tensor, weight: Tensor) -> bool:
-    return len(x) <= MAX_FEW and is_ours(x, weight)
+    """Whether tokens are not worth a tile of the matrix units: one, or two of a small model."""
+    return len(x) <= (2 if x.shape[1] <= MAX_NARROW else 1) and is_ours(x, weight)
 
 
 def linear(

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.models import kernels_reference as reference
-from blockpilot.models.kernels_reference import Convolution, Parts
+from blockpilot.models.kernels_reference import Convolution, Noise, Parts
 from tests.gpu.conftest import DEVICE
 
 pytestmark = pytest.mark.gpu
@@ -195,6 +195,22 @@ def test_rank_tokens(kernels, dtype: torch.dtype, num_rows: int, size: int, num_
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_best", [1, 16])
+def test_sampled_tokens_are_those_of_the_reference(kernels, dtype: torch.dtype, num_best: int) -> None:  # type: ignore[no-untyped-def]
+    """Requests that sample beside greedy ones, whose first token has no logits, as in a draft."""
+    torch.manual_seed(0)
+    logits, names = random(9, 3000, dtype=dtype), torch.randperm(49152, device=DEVICE)[:3000]
+    temperatures = torch.tensor([0.7, 0.0, 1.3], device=DEVICE)
+    seeds = torch.tensor([[-5, 6, 7], [0, 3, 2**31 - 1]], dtype=torch.int32, device=DEVICE)
+    noise = Noise(temperatures, seeds, integers(*range(100, 112)), shift=1)
+    found, expected = (module.rank_tokens(logits, num_best, names, noise) for module in (kernels, reference))
+    assert_close(found[0], expected[0], torch.float32)
+    assert_close(found[2], expected[2], torch.float32)
+    is_equal = found[1] == expected[1]
+    assert bool(is_equal[:3].all() and is_equal[6:].all())  # bfloat16 has ties, with noise there are none
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("depth", "width", "rank"), [(15, 16, 64), (1, 5, 24), (3, 1, 16)])
 def test_score_pairs(kernels, dtype: torch.dtype, depth: int, width: int, rank: int) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
@@ -202,14 +218,15 @@ def test_score_pairs(kernels, dtype: torch.dtype, depth: int, width: int, rank: 
     anchors = integers(3, 9, 9, 4, 9, 9).view(2, 3)[:, 0]  # a column, as in a block of tokens
     given = (random(2, depth, width), ids, anchors, random(2, depth, rank, dtype=dtype))
     books = [random(50, rank, dtype=dtype) / rank**0.5 for _ in range(2)]
-    found, expected = kernels.score_pairs(*given, *books), reference.score_pairs(*given, *books)
-    assert_close(found[0], expected[0], dtype)
-    if depth > 1:
-        assert_close(found[1], expected[1], dtype)
+    for temperatures in (None, torch.tensor([0.0, 0.6], device=DEVICE)):
+        found, expected = (module.score_pairs(*given, *books, temperatures) for module in (kernels, reference))
+        assert_close(found[0], expected[0], dtype)
+        if depth > 1:
+            assert_close(found[1], expected[1], dtype)
 
 
 def test_noise_is_that_of_the_cpu() -> None:
-    from blockpilot.decoding.sampling import gumbel_noise
+    from blockpilot.models.noise import gumbel_noise
 
     positions = [0, 1, 77, 4000]
     expected = gumbel_noise(12345, positions, vocab_size=5000)

@@ -15,8 +15,8 @@ from blockpilot.bench.answers import Answer
 from blockpilot.bench.asking import encode_turn
 from blockpilot.bench.config import BenchConfig
 from blockpilot.core.sampling_params import SamplingParams
-from blockpilot.decoding.sampling import gumbel_noise
 from blockpilot.engine.llm import LLM
+from blockpilot.models.noise import gumbel_noise
 from blockpilot.text.prompts import Prompt
 
 GAPS = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.5}  # of scores; coarser numbers tie more often

@@ -18,11 +18,14 @@ from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.tree import DraftTree
 from blockpilot.models.fused import PassInputs
 from blockpilot.models.gpu import fused_kernels
+from blockpilot.models.kernels_reference import Noise
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (2048, 1 << 30)  # how long slots are, roughly: long ones are read by more programs
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 129)
 WORD = 32
+Words = tuple[int, int, int]  # temperature and seed of a request, `SamplingParams.words`
+GREEDY: Words = (0, 0, 0)
 MASK_CODES = {1: "I", 2: "Q"}  # a mask of so many words is one number of this kind
 
 
@@ -86,6 +89,7 @@ class PassPlan:
             positions=num_tokens,
             slots=num_requests,
             starts=num_requests,
+            sampling=3 * num_requests,
             masks=num_tokens * words,
         )
         found = self.staging.device
@@ -97,14 +101,16 @@ class PassPlan:
             found["masks"].view(-1, words),
             context,
         )
+        self._sampling = found["sampling"].view(3, num_requests)
         host = self.staging.host
+        self._words = host["sampling"].reshape(3, num_requests)  # temperatures and seeds
         self._ids, self._positions = (host[name].reshape(num_requests, count) for name in ("token_ids", "positions"))
         self._slots, self._starts = host["slots"], host["starts"]
         self._masks = host["masks"].view(np.uint32).reshape(num_requests, count, words)
         self._slots[:] = spare_slot
         self._masks[:, :, 0] = 1
         self._mask_bytes = host["masks"].data.cast("B")
-        self._layout = Struct(f"<{2 * count + 2}i{4 * count * words}s")  # of all arrays, where there is one request
+        self._layout = Struct(f"<{2 * count + 5}i{4 * count * words}s")  # of all arrays, where there is one request
         self._blank = self.staging.copy()
         self.staging.send()
 
@@ -112,48 +118,61 @@ class PassPlan:
         """Every request rounds up: nothing of anybody's is touched."""
         self.staging.restore(self._blank)
 
-    def write_trees(self, trees: Sequence[tuple[int, DraftTree]], lengths: Sequence[int]) -> None:
-        """A tree (slot, tree) behind each slot's committed rows."""
+    def noise(self, shift: int) -> Noise:
+        """Of sampling; `shift` is 0 where a token's logits decide on itself, 1 where they decide on what follows it."""
+        return Noise(self._sampling[0].view(torch.float32), self._sampling[1:], self.inputs.positions, shift)
+
+    def write_trees(
+        self, trees: Sequence[tuple[int, DraftTree]], lengths: Sequence[int], words: Sequence[Words]
+    ) -> None:
+        """A tree (slot, tree) behind each slot's committed rows; `words` say how its request samples."""
         if self.num_requests == 1:
-            self._write_tree(*trees[0], lengths)
+            self._write_tree(*trees[0], lengths, words[0])
             return
-        starts = self._place([slot for slot, _ in trees], lengths)
+        starts = self._place([slot for slot, _ in trees], lengths, words)
         self._write_shapes([_tree_shape(tree.parents, self.count) for _, tree in trees], starts)
         write_rows(self._ids, [tree.token_ids for _, tree in trees])
 
-    def write_blocks(self, blocks: Sequence[tuple[int, int, int, int]], lengths: Sequence[int], mask_id: int) -> None:
+    def write_blocks(
+        self,
+        blocks: Sequence[tuple[int, int, int, int]],
+        lengths: Sequence[int],
+        words: Sequence[Words],
+        mask_id: int,
+    ) -> None:
         """A drafter's block (slot, anchor id, position, size) behind each slot's rows; its tokens see each other."""
         if self.num_requests == 1:
-            self._write_block(*blocks[0], lengths, mask_id)
+            self._write_block(*blocks[0], lengths, words[0], mask_id)
             return
         slots, anchor_ids, positions, sizes = zip(*blocks, strict=True)
-        self._place(slots, lengths)
+        self._place(slots, lengths, words)
         self._write_shapes([_block_shape(size, self.count) for size in sizes], positions)
         self._ids[:] = mask_id
         self._ids[: len(blocks), 0] = anchor_ids
 
-    def _write_tree(self, slot: int, tree: DraftTree, lengths: Sequence[int]) -> None:
+    def _write_tree(self, slot: int, tree: DraftTree, lengths: Sequence[int], words: Words) -> None:
         """Of the only request. It waits for every microsecond of this, and one call for all arrays takes the fewest."""
         start, num_extra = lengths[slot], self.count - len(tree)
         ids = (*tree.token_ids, *[0] * num_extra)
         positions = (*[start + depth for depth in tree.depths], *[start] * num_extra)
         masks = _pack_masks(_tree_masks(tree.parents), self.count)
-        self._layout.pack_into(self.staging.memory, 0, *ids, *positions, slot, start, masks)
+        self._layout.pack_into(self.staging.memory, 0, *ids, *positions, slot, start, *words, masks)
 
     def _write_block(
-        self, slot: int, anchor_id: int, position: int, size: int, lengths: Sequence[int], mask_id: int
+        self, slot: int, anchor_id: int, position: int, size: int, lengths: Sequence[int], words: Words, mask_id: int
     ) -> None:
         ids = (anchor_id, *[mask_id] * (self.count - 1))
         positions = (*range(position, position + size), *[position] * (self.count - size))
         _, masks = _block_shape(size, self.count)
-        self._layout.pack_into(self.staging.memory, 0, *ids, *positions, slot, lengths[slot], masks)
+        self._layout.pack_into(self.staging.memory, 0, *ids, *positions, slot, lengths[slot], *words, masks)
 
-    def _place(self, slots: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    def _place(self, slots: Sequence[int], lengths: Sequence[int], words: Sequence[Words]) -> list[int]:
         """One request in each of these slots; where its rows start."""
         if len(slots) < self.num_requests:
             self.clear()
         starts = [lengths[slot] for slot in slots]
         self._slots[: len(slots)], self._starts[: len(slots)] = slots, starts
+        self._words[:, : len(slots)] = tuple(zip(*words, strict=True))
         return starts
 
     def _write_shapes(self, shapes: Sequence[tuple[bytes, bytes]], positions: Sequence[int]) -> None:

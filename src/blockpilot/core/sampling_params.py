@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from struct import pack, unpack
 
 from blockpilot.core.errors import InputError
 
@@ -38,3 +40,13 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some tokens may not be sampled."""
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1)
+
+    @cached_property
+    def words(self) -> tuple[int, int, int]:
+        """Temperature and seed as int32 numbers, as a GPU reads them."""
+        return unpack("<3i", pack("<fQ", self.temperature, self.seed))

@@ -18,9 +18,9 @@ from blockpilot.cache.slots import SlotCache
 from blockpilot.core.candidates import Candidates
 from blockpilot.core.config import MAX_BLOCK_SIZE
 from blockpilot.decoding.drafter import DraftRequest, Observation, join_taps
-from blockpilot.decoding.sampling import gumbel_noise
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.kernels_reference import rank_tokens
+from blockpilot.models.noise import gumbel_noise
 from blockpilot.models.packing import pack_linear, pack_linears, quantize_linears
 
 

@@ -22,8 +22,8 @@ from blockpilot.cache.slots import SlotCache
 from blockpilot.core.candidates import Candidates
 from blockpilot.decoding.drafter import DraftRequest, Observation, join_taps
 from blockpilot.decoding.eagle3_growth import GrowingTree
-from blockpilot.decoding.sampling import gumbel_noise
 from blockpilot.models.eagle3 import Eagle3
+from blockpilot.models.noise import gumbel_noise
 from blockpilot.models.packing import pack_linears
 
 MAX_BLOCK_SIZE = 16  # every drafted position costs a pass, so long blocks never pay

@@ -1,7 +1,6 @@
 """DFlash on a GPU: drafting and observing as CUDA graphs, one for each shape.
 
-Ranking is part of the graph for greedy requests, and candidates come back in one wait. With sampling the ranking, with
-its noise, follows unplanned from the graph's logits.
+Ranking, with the noise of requests that sample, is part of the graph, and candidates come back in one wait.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from blockpilot.decoding.taps_buffer import TapsBuffer
 from blockpilot.models.dflash import CandidateSelector
 from blockpilot.models.fused import FusedDFlash
 from blockpilot.models.gpu import capture, graph_pool, wait_for
+from blockpilot.models.kernels_reference import Noise
 
 COUNTS = (2, 4, 8, 16, 32, MAX_BLOCK_SIZE)  # observed tokens, rounded up
 BLOCKS = (2, 4, 8, 12, 16, 20, 24, 32, 48, MAX_BLOCK_SIZE)  # block sizes, likewise
@@ -31,8 +31,6 @@ MAX_CANDIDATES = 16
 class DraftPass:
     plan: PassPlan
     run: Callable[[], None]
-    hidden: Tensor  # [R, D, H]
-    logits: Tensor  # [R, D, V]
     found: list[Any]  # the parts of the ranking, arrays on the host
     _shown: dict[tuple[int, int, int], Candidates] = field(default_factory=dict)
 
@@ -103,7 +101,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
         run()
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
-        """The candidates of greedy requests lie in buffers that later drafts write again: read them before."""
+        """The candidates lie in buffers that later drafts write again: read them before."""
         num_requests = round_up(len(requests), REQUESTS)
         count = round_up(max([request.block_size for request in requests]), BLOCKS)
         if num_requests * count > MAX_ROWS:
@@ -117,19 +115,15 @@ class PlannedDFlashDrafter(DFlashDrafter):
         draft.plan.write_blocks(
             [(request.slot, request.anchor_id, request.position, request.block_size) for request in requests],
             self.cache.lengths,
+            [request.params.words for request in requests],
             self.model.config.mask_token_id,
         )
         draft.run()
         wait_for(self.device)
-        return [self._candidates(draft, row, request) for row, request in enumerate(requests)]
-
-    def _candidates(self, draft: DraftPass, row: int, request: DraftRequest) -> Candidates:
-        depth = request.block_size - 1
-        if request.params.is_greedy:
-            return draft.candidates(row, depth, request.num_candidates)
-        with torch.inference_mode():
-            ranking = self._rank_one(request, draft.logits[row, :depth], draft.hidden[row, :depth])
-            return make_candidates(ranking.block(0), depth, request.num_candidates)
+        return [
+            draft.candidates(row, request.block_size - 1, request.num_candidates)
+            for row, request in enumerate(requests)
+        ]
 
     def _draft(self, num_requests: int, count: int, context: int, width: int) -> DraftPass:
         key = (num_requests, count, context, width)
@@ -154,7 +148,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
                     self.fused.layers.kernels.send(part, place)
 
         found = [None if part is None else part.numpy() for part in host.parts()]
-        return DraftPass(plan, capture(run, self.device, self._pool), hidden, logits, found)
+        return DraftPass(plan, capture(run, self.device, self._pool), found)
 
     def _rank_blocks(
         self,
@@ -171,9 +165,14 @@ class PlannedDFlashDrafter(DFlashDrafter):
         hidden = states.contiguous() if hidden is None else hidden.copy_(states)
         flat = None if logits is None else logits.flatten(0, 1)
         logits = self._logits(hidden.flatten(0, 1), flat).view(plan.num_requests, plan.count - 1, -1)
+        noise, selector = plan.noise(0), self.model.candidate_selector
+        width = min(width if selector is None else self.model.config.selector_top_k, logits.shape[-1])
+        values, token_ids, log_probs = self.rank_tokens(logits, width, noise)
+        if selector is None:
+            return hidden, logits, Ranking(token_ids, log_probs)
         anchors = ids.view(plan.num_requests, plan.count)[:, 0]
-        ranking = self.rank(hidden, logits, anchor_ids=anchors, temperature=1.0, noise=None, num_candidates=width)
-        return hidden, logits, ranking
+        pairs = self._score_pairs(anchors, values, token_ids, hidden, noise.temperatures)
+        return hidden, logits, Ranking(token_ids, log_probs, *pairs)
 
     def _result_buffers(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Places for results of these shapes. Drafts never run at the same time, so all share the same memory."""
@@ -189,19 +188,24 @@ class PlannedDFlashDrafter(DFlashDrafter):
         logits = self.head(hidden)
         return logits if out is None else out.copy_(logits)
 
-    def rank_tokens(self, scores: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
-        found = self.fused.layers.kernels.rank_tokens(scores.flatten(0, 1), num_best, self.token_ids)
+    def rank_tokens(self, scores: Tensor, num_best: int, noise: Noise | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        found = self.fused.layers.kernels.rank_tokens(scores.flatten(0, 1), num_best, self.token_ids, noise)
         values, ids, log_probs = (part.unflatten(0, scores.shape[:2]) for part in found)
         return values, ids, log_probs
 
     def score_pairs(
         self, anchor_ids: Tensor, values: Tensor, ids: Tensor, hidden: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
+        temperatures = torch.full((len(ids),), 1 / scale, device=self.device)
+        return self._score_pairs(anchor_ids, values, ids, hidden, temperatures)
+
+    def _score_pairs(
+        self, anchor_ids: Tensor, values: Tensor, ids: Tensor, hidden: Tensor, temperatures: Tensor
+    ) -> tuple[Tensor, Tensor]:
         selector, layers = cast(CandidateSelector, self.model.candidate_selector), self.fused.layers
         projected = layers.whole(hidden.flatten(0, 1), selector.hidden_projection.weight).unflatten(0, ids.shape[:2])
-        return layers.kernels.score_pairs(
-            values, ids, anchor_ids, scale * projected, selector.predecessor_codebook, selector.successor_codebook
-        )
+        books = selector.predecessor_codebook, selector.successor_codebook
+        return layers.kernels.score_pairs(values, ids, anchor_ids, projected, *books, temperatures)
 
     def _view(self, taps: Tensor, num_requests: int, count: int) -> tuple[Staging, Callable[[], None]]:
         """Observing from one result buffer of the target."""

@@ -10,9 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockpilot.cache.pass_plan import COUNTS, REQUESTS, PassPlan, Staging, context_class, context_classes, round_up
+from blockpilot.cache.pass_plan import (
+    COUNTS,
+    GREEDY,
+    REQUESTS,
+    PassPlan,
+    Staging,
+    context_class,
+    context_classes,
+    round_up,
+)
 from blockpilot.cache.slots import is_contiguous
 from blockpilot.core.config import MAX_TREE_NODES
+from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.engine.runner import PassResult, TargetRunner
 from blockpilot.models.config import DecoderConfig
@@ -68,16 +78,22 @@ class PlannedRunner(TargetRunner):
         self._move(rounded)
         return self._taps.get(tuple(tap_layers))
 
-    def verify(self, trees: Collection[tuple[int, DraftTree]], tap_layers: Collection[int]) -> PassResult:
+    def verify(
+        self,
+        trees: Collection[tuple[int, DraftTree]],
+        tap_layers: Collection[int],
+        params: Collection[SamplingParams] = (),
+    ) -> PassResult:
         num_requests = round_up(len(trees), REQUESTS)
         count = round_up(max([len(tree) for _, tree in trees]), COUNTS)
         if num_requests * count > self.max_rows:
-            return super().verify(trees, tap_layers)
+            return super().verify(trees, tap_layers, params)
         context = context_class([self.cache.lengths[slot] for slot, _ in trees])
         check = self._pass(num_requests, count, context, tuple(tap_layers))
         for slot, tree in trees:
             self.cache.append(slot, len(tree))
-        check.plan.write_trees(trees, self.cache.lengths)
+        words = [GREEDY if one.is_filtered else one.words for one in params] or [GREEDY] * len(trees)
+        check.plan.write_trees(trees, self.cache.lengths, words)
         check.run()
         wait_for(self.device)
         num_rows = len(trees) * count
@@ -119,7 +135,7 @@ class PlannedRunner(TargetRunner):
         taps = self._taps[tap_layers][:num_rows] if tap_layers else None
         normed = self.fused.forward(plan.inputs, tap_layers, taps)
         logits = self.fused.logits(normed, out=self._logits[:num_rows])
-        _, best, _ = self.fused.layers.kernels.rank_tokens(logits, 1)
+        _, best, _ = self.fused.layers.kernels.rank_tokens(logits, 1, noise=plan.noise(1))
         self.fused.layers.kernels.send(best[:, 0], self._best[:num_rows])
 
     def _move(self, num_requests: int) -> tuple[Staging, Callable[[], None]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from blockpilot.cache.attention import RaggedAttention, Segment
 from blockpilot.cache.slots import SlotCache
 from blockpilot.core.config import MAX_TREE_NODES
+from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.models.decoder import Decoder
 
@@ -19,10 +20,10 @@ class PassResult(NamedTuple):
     taps: Tensor | None  # [N, num_taps * H], all packed tokens
     row_starts: Collection[int]  # first row of each request
     hidden: Tensor | None = None  # [rows, H], after a prefill: the states that the logits come from
-    best: Collection[int] | None = None  # the most likely token of every row, where the pass has found it
+    best: Collection[int] | None = None  # the token of every row, most likely or sampled, where the pass has found it
 
     def best_ids(self) -> Collection[int]:
-        """The most likely token of every row. Waits for the device."""
+        """The most likely token of every row, or what the pass has found. Waits for the device."""
         return self.logits.argmax(dim=-1).tolist() if self.best is None else self.best
 
 
@@ -71,8 +72,16 @@ class TargetRunner:
         return PassResult(self.decoder.logits(last), taps, range(len(chunks)), last)
 
     @torch.inference_mode()
-    def verify(self, trees: Collection[tuple[int, DraftTree]], tap_layers: Collection[int]) -> PassResult:
-        """Run every tree (slot, tree) behind its slot's committed rows; logits of every node, packed in order."""
+    def verify(
+        self,
+        trees: Collection[tuple[int, DraftTree]],
+        tap_layers: Collection[int],
+        params: Collection[SamplingParams] = (),
+    ) -> PassResult:
+        """Run every tree (slot, tree) behind its slot's committed rows; logits of every node, packed in order.
+
+        With the requests' `params` a pass may sample for those that filter nothing; without, all are greedy.
+        """
         token_ids = [token_id for _, tree in trees for token_id in tree.token_ids]
         positions = [self.cache.lengths[slot] + depth for slot, tree in trees for depth in tree.depths]
         segments = [Segment(slot, len(tree), None if tree.is_chain else tree.ancestor_matrix()) for slot, tree in trees]

@@ -37,6 +37,7 @@ def speculative_step(sequences: Collection[Sequence], runner: TargetRunner, draf
     result = runner.verify(
         [(sequence.slot, tree) for sequence, tree in zip(sequences, trees, strict=True)],
         drafter.tap_layers if drafter and any(sequence.pilot.num_candidates for sequence in sequences) else (),
+        [sequence.params for sequence in sequences],
     )
     acceptances = _accept(sequences, trees, result)
     verified = time.perf_counter()
@@ -104,11 +105,12 @@ def _select(sequence: Sequence, inputs: PilotInputs, candidates: Candidates | No
 def _accept(sequences: Collection[Sequence], trees: Collection[DraftTree], result: PassResult) -> list[Acceptance]:
     """The target's token after every node, then the walk. The only place that waits for the device."""
     is_greedy = all(sequence.params.is_greedy for sequence in sequences)
-    best = result.best_ids() if is_greedy else []
+    has_sampled = result.best is not None
+    best = result.best_ids() if is_greedy or has_sampled else []
     acceptances = []
     for sequence, tree, start in zip(sequences, trees, result.row_starts, strict=True):
         rows = slice(start, start + len(tree))
-        if is_greedy:
+        if is_greedy or (has_sampled and not sequence.params.is_filtered):
             target_ids = best[rows]
         else:
             positions = [sequence.anchor_position + depth + 1 for depth in tree.depths]

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockpilot.models.noise import gumbel_noise
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -43,6 +45,16 @@ class Convolution:
     @property
     def num_groups(self) -> int:
         return self.base.shape[2] // self.group_size
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What the noise of R requests with n tokens each depends on."""
+
+    temperatures: Tensor  # [R], 0: no noise, the best token
+    seeds: Tensor  # [2, R] int32, low and high words
+    positions: Tensor  # [R * n] of the tokens
+    shift: int  # from a token's position to the one that its logits decide on
 
 
 class Kernels(Protocol):
@@ -95,14 +107,15 @@ class Kernels(Protocol):
     ) -> int: ...
 
     def rank_tokens(
-        self, logits: Tensor, num_best: int, names: Tensor | None = None
+        self, logits: Tensor, num_best: int, names: Tensor | None = None, noise: Noise | None = None
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def send(self, source: Tensor, place: Tensor) -> None: ...
 
     def score_pairs(
-        self, scores: Tensor, ids: Tensor, anchor_ids: Tensor, projected: Tensor, before: Tensor, behind: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
+        self, scores: Tensor, ids: Tensor, anchor_ids: Tensor, projected: Tensor, before: Tensor, behind: Tensor,
+        temperatures: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def linear(x: Tensor, weight: Tensor, num_processors: int, *, out: Tensor | None = None) -> Parts:
@@ -255,25 +268,47 @@ def choose_splits(
     return 1
 
 
-def rank_tokens(logits: Tensor, num_best: int, names: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def rank_tokens(
+    logits: Tensor, num_best: int, names: Tensor | None = None, noise: Noise | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, ids and log-probabilities [..., K] of the best tokens of logits [..., V], best first; float32.
 
-    `names` [V] are the ids of the columns, where they are not their places.
+    `names` [V] are the ids of the columns, where they are not their places. With `noise` scores are those that sampling
+    compares; the last n tokens of each request have logits.
     """
-    wide = logits.float()
+    wide = logits.float() if noise is None else _add_noise(logits.float(), names, noise)
     scores, places = wide.topk(num_best, dim=-1) if num_best > 1 else wide.max(dim=-1, keepdim=True)  # first of equals
     ids = places if names is None else names[places]
     return scores, ids, scores - wide.logsumexp(dim=-1, keepdim=True)
 
 
+def _add_noise(scores: Tensor, names: Tensor | None, noise: Noise) -> Tensor:
+    num_requests, (num_rows, size) = len(noise.temperatures), scores.shape
+    vocab_size = size if names is None else int(names.max()) + 1
+    positions = (noise.positions.view(num_requests, -1)[:, -(num_rows // num_requests) :] + noise.shift).tolist()
+    found = []
+    for request, own in enumerate(scores.split(num_rows // num_requests)):
+        temperature = float(noise.temperatures[request])
+        low, high = (int(word) & 0xFFFFFFFF for word in noise.seeds[:, request])
+        if temperature > 0:
+            made = gumbel_noise(high << 32 | low, positions[request], vocab_size=vocab_size, device=scores.device)
+            own = own / temperature + (made if names is None else made[:, names])
+        found.append(own)
+    return torch.cat(found)
+
+
 def score_pairs(
-    scores: Tensor, ids: Tensor, anchor_ids: Tensor, projected: Tensor, before: Tensor, behind: Tensor
-) -> tuple[Tensor, Tensor]:
+    scores: Tensor, ids: Tensor, anchor_ids: Tensor, projected: Tensor, before: Tensor, behind: Tensor,
+    temperatures: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """DFlash 2's selector: log p(child | parent) after the anchor [N, K], and between positions [N, D-1, K, K].
 
     `scores`, `ids` [N, D, K] are the candidates, `projected` [N, D, rank] the hidden states, `before` and `behind`
-    [V, rank] the codebooks of parents and children.
+    [V, rank] the codebooks of parents and children. A temperature divides what the selector adds, unless it is 0.
     """
+    if temperatures is not None:
+        divisors = torch.where(temperatures > 0, temperatures, torch.ones_like(temperatures))
+        projected = (projected.float() / divisors[:, None, None]).to(projected.dtype)
     children = behind[ids].transpose(-1, -2)  # [N, D, rank, K]
     first = (before[anchor_ids.long()] * projected[:, 0])[:, None] @ children[:, 0]
     later = (before[ids[:, :-1]] * projected[:, 1:, None]) @ children[:, 1:]

@@ -14,9 +14,9 @@ from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.decoding.eagle3_drafter import Eagle3Drafter
-from blockpilot.decoding.sampling import gumbel_noise
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.eagle3 import Eagle3
+from blockpilot.models.noise import gumbel_noise
 from blockpilot.pilots.growth import grow_chain, grow_tree
 from tests.support import causal_attend
 from tests.tiny import make_decoder, make_eagle3

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding import sampling
-from blockpilot.decoding.sampling import choose_tokens, filter_logits, gumbel_noise
+from blockpilot.decoding.sampling import choose_tokens, filter_logits
+from blockpilot.models.noise import gumbel_noise
 
 VOCAB_SIZE = 300
 REFERENCE_NOISE = [

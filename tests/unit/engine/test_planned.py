@@ -43,7 +43,10 @@ def test_planned_passes_decode_as_unplanned_ones_do(
 def test_sampling_and_mixed_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make_llm("qwen3", drafter=make_dflash("qwen3", is_second=True))
     planned = make_planned(monkeypatch, "qwen3", drafter=make_dflash("qwen3", is_second=True))
-    params = [SamplingParams(max_new_tokens=20 + 3 * i, temperature=0.7 * (i % 2), seed=i) for i in range(4)]
+    params = [
+        SamplingParams(max_new_tokens=20 + 3 * i, temperature=0.7 * (i % 2), seed=i, top_k=20 * (i == 3))
+        for i in range(4)
+    ]
 
     def answers(llm: LLM) -> list[tuple[list[int], list[int]]]:
         pilots = [RandomTreePilot(seed) for seed in range(4)]

@@ -1,11 +1,12 @@
 """The target on a GPU: every check has one of few shapes, and the pass of a shape is captured once as a CUDA graph.
 
-Prompts, whose lengths differ, run unplanned. So do checks of more rows than the result buffers hold.
+Prompts take the same passes, piece by piece, as chains. Long ones run unplanned, as do checks of more rows than the
+result buffers hold.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,15 +34,17 @@ from blockpilot.models.gpu import capture, check_memory, graph_pool, wait_for
 MAX_ROWS = 4096  # tokens of all requests in one planned pass
 MAX_LOGITS_BYTES = 5 << 28  # of all rows together: fewer rows for large vocabularies
 PATH_WIDTH = MAX_TREE_NODES + 1
+MAX_PIECES, MAX_PIECE_ROWS = 8, 1024  # of prompts; beyond them one unplanned pass is as fast
 MAX_ROUTED_ROWS = 64  # the same where experts are routed: every program looks at all of them
 
 
 @dataclass
 class CheckPass:
     plan: PassPlan
-    run: Callable[[], None]
     logits: Tensor  # [R * count, V]
     taps: Tensor | None  # of all rows that a pass may have
+    run: Callable[[], None] = field(init=False)
+    hidden: Tensor | None = None  # [R * count, H], before the final norm
 
 
 class PlannedRunner(TargetRunner):
@@ -78,16 +81,53 @@ class PlannedRunner(TargetRunner):
         self._move(rounded)
         return self._taps.get(tuple(tap_layers))
 
+    def prefill(self, chunks: Collection[tuple[int, list[int]]], tap_layers: Collection[int]) -> PassResult:
+        num_requests, longest = round_up(len(chunks), REQUESTS), max(len(ids) for _, ids in chunks)
+        most = min(self.max_rows, MAX_PIECE_ROWS) // num_requests
+        size = min(MAX_TREE_NODES, max((count for count in COUNTS if count <= most), default=0))
+        if longest > size * min(MAX_PIECES, MAX_ROWS // max(1, num_requests * size)):
+            return super().prefill(chunks, tap_layers)
+        taps: list[list[Tensor]] = [[] for _ in chunks]
+        last: dict[int, tuple[Tensor, Tensor]] = {}  # hidden state and logits of each chunk's last token
+        for begin in range(0, longest, size):
+            rest = [
+                (row, slot, ids[begin : begin + size]) for row, (slot, ids) in enumerate(chunks) if len(ids) > begin
+            ]
+            check = self._check([(slot, DraftTree.chain(ids[0], ids[1:])) for _, slot, ids in rest], tap_layers, ())
+            assert check.hidden is not None
+            for place, (row, slot, ids) in enumerate(rest):
+                start = place * check.plan.count
+                if check.taps is not None:
+                    taps[row].append(check.taps[start : start + len(ids)].clone())
+                end = start + len(ids) - 1
+                last[row] = check.hidden[end].clone(), check.logits[end].clone()
+                self.cache.keep(slot, range(len(ids)), is_moved=True)
+        hidden, logits = (torch.stack(parts) for parts in zip(*(last[row] for row in range(len(chunks))), strict=True))
+        all_taps = torch.cat([part for parts in taps for part in parts]) if tap_layers else None
+        return PassResult(logits, all_taps, range(len(chunks)), hidden)
+
     def verify(
         self,
         trees: Collection[tuple[int, DraftTree]],
         tap_layers: Collection[int],
         params: Collection[SamplingParams] = (),
     ) -> PassResult:
+        if round_up(len(trees), REQUESTS) * round_up(max([len(tree) for _, tree in trees]), COUNTS) > self.max_rows:
+            return super().verify(trees, tap_layers, params)
+        check = self._check(trees, tap_layers, params)
+        num_rows = len(trees) * check.plan.count
+        best = self._best_ids[:num_rows].tolist()
+        return PassResult(check.logits, check.taps, range(0, num_rows, check.plan.count), best=best)
+
+    def _check(
+        self,
+        trees: Collection[tuple[int, DraftTree]],
+        tap_layers: Collection[int],
+        params: Collection[SamplingParams],
+    ) -> CheckPass:
+        """Run a pass and wait for it. What it leaves lies in buffers that the next pass writes again."""
         num_requests = round_up(len(trees), REQUESTS)
         count = round_up(max([len(tree) for _, tree in trees]), COUNTS)
-        if num_requests * count > self.max_rows:
-            return super().verify(trees, tap_layers, params)
         context = context_class([self.cache.lengths[slot] for slot, _ in trees])
         check = self._pass(num_requests, count, context, tuple(tap_layers))
         for slot, tree in trees:
@@ -96,9 +136,7 @@ class PlannedRunner(TargetRunner):
         check.plan.write_trees(trees, self.cache.lengths, words)
         check.run()
         wait_for(self.device)
-        num_rows = len(trees) * count
-        best = self._best_ids[:num_rows].tolist()
-        return PassResult(check.logits, check.taps, range(0, num_rows, count), best=best)
+        return check
 
     def keep(self, paths: Collection[tuple[int, Collection[int]]]) -> None:
         moved = [(slot, path) for slot, path in paths if not is_contiguous(path)]
@@ -123,18 +161,18 @@ class PlannedRunner(TargetRunner):
                 shape = (self.max_rows, len(tap_layers) * self.decoder.config.hidden_size)
                 self._taps[tap_layers] = torch.empty(shape, dtype=self._dtype, device=self.device)
             plan = PassPlan(num_requests, count, context, self.device, self._spare_slot)
-            run = capture(lambda: self._run(plan, tap_layers), self.device, self._pool)
-            logits = self._logits[: num_requests * count]
-            self._passes[key] = CheckPass(plan, run, logits, self._taps.get(tap_layers))
+            check = CheckPass(plan, self._logits[: num_requests * count], self._taps.get(tap_layers))
+            check.run = capture(lambda: self._run(check, tap_layers), self.device, self._pool)
+            self._passes[key] = check
         return self._passes[key]
 
     @torch.inference_mode()
-    def _run(self, plan: PassPlan, tap_layers: tuple[int, ...]) -> None:
-        num_rows = plan.num_requests * plan.count
+    def _run(self, check: CheckPass, tap_layers: tuple[int, ...]) -> None:
+        plan, num_rows = check.plan, len(check.logits)
         plan.staging.send()
-        taps = self._taps[tap_layers][:num_rows] if tap_layers else None
-        normed = self.fused.forward(plan.inputs, tap_layers, taps)
-        logits = self.fused.logits(normed, out=self._logits[:num_rows])
+        taps = None if check.taps is None else check.taps[:num_rows]
+        check.hidden, normed = self.fused.forward(plan.inputs, tap_layers, taps)
+        logits = self.fused.logits(normed, out=check.logits)
         _, best, _ = self.fused.layers.kernels.rank_tokens(logits, 1, noise=plan.noise(1))
         self.fused.layers.kernels.send(best[:, 0], self._best[:num_rows])
 

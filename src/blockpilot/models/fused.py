@@ -114,8 +114,10 @@ class FusedDecoder:
             index: stack_experts(layer.mlp) for index, layer in enumerate(decoder.layers) if isinstance(layer.mlp, MoE)
         }
 
-    def forward(self, inputs: PassInputs, tap_layers: Sequence[int], taps: Tensor | None = None) -> Tensor:
-        """Hidden states [N, H] after the final norm; `taps` [N, layers * H] gets what `Decoder.forward` gives."""
+    def forward(
+        self, inputs: PassInputs, tap_layers: Sequence[int], taps: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states [N, H] before and after the final norm; `taps` [N, layers * H] gets what `Decoder` gives."""
         fused, decoder = self.layers, self.decoder
         x, delta = fused.kernels.embed(inputs.token_ids, decoder.embed_tokens.weight), None
         after: list[Tensor] = []  # each layer's output
@@ -128,7 +130,7 @@ class FusedDecoder:
         if taps is not None:
             after.append(x)
             torch.cat([after[index + 1] for index in tap_layers], dim=-1, out=taps)
-        return normed
+        return x, normed
 
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:
         return self.layers.whole(normed, self.decoder.lm_head.weight, out)

@@ -56,6 +56,25 @@ def test_sampling_and_mixed_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answers(planned) == answers(plain)
 
 
+@pytest.mark.parametrize("length", [1, 5, 128, 129, 280])
+def test_prompts_run_in_pieces(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    """Logits, taps and hidden states of two prompts, one of them behind rows that the slot has."""
+    plain = make_llm("qwen3", drafter=make_dflash("qwen3")).engine
+    planned = make_planned(monkeypatch, "qwen3", drafter=make_dflash("qwen3")).engine
+    assert plain.drafter is not None
+    taps, results = plain.drafter.tap_layers, []
+    for runner in (plain.runner, planned.runner):
+        slots = [runner.cache.reserve() for _ in range(2)]
+        runner.prefill([(slots[1], [3, 4, 5])], taps)
+        ids = [i % 50 for i in range(length)]
+        results.append(runner.prefill([(slots[0], [7, 8]), (slots[1], ids)], taps))
+        assert [runner.cache.lengths[slot] for slot in slots] == [2, 3 + length]
+    expected, found = results
+    assert list(found.row_starts) == list(expected.row_starts)
+    for name in ("logits", "taps", "hidden"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=1e-4)
+
+
 def test_a_check_of_too_many_rows_runs_unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = make_planned(monkeypatch, "llama", drafter=make_dflash())
     runner = planned.engine.runner

@@ -1,9 +1,11 @@
 """Rounds in, answers in a file: every method on the same prompts, in an order shuffled anew for each round."""
 
+import gc
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -80,16 +82,17 @@ class LocalMeasurer(Measurer):
     def measure_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], file: AnswersFile) -> None:
         self.warm_up(methods, rounds)
         self.progress.start()
-        for work in rounds:
-            if work.task in self.left_out:
-                self.progress.skip(work.num_answers * len(methods))
-                continue
-            try:
-                for answers in self.answer_round(work, methods):
-                    file.append(answers)
-                    self.progress.advance(f"{work.task}, {answers[0].method}", len(answers))
-            except (RuntimeError, MemoryError) as error:
-                self.leave_out(work.task, explain_shortage(error))
+        with short_collections():
+            for work in rounds:
+                if work.task in self.left_out:
+                    self.progress.skip(work.num_answers * len(methods))
+                    continue
+                try:
+                    for answers in self.answer_round(work, methods):
+                        file.append(answers)
+                        self.progress.advance(f"{work.task}, {answers[0].method}", len(answers))
+                except (RuntimeError, MemoryError) as error:
+                    self.leave_out(work.task, explain_shortage(error))
 
     def warm_up(self, methods: Sequence[Method], rounds: Sequence[Round]) -> None:
         """Where memory is short already, the rounds will tell which task does not fit.
@@ -111,6 +114,17 @@ class LocalMeasurer(Measurer):
         """The answers of one method after the other."""
         for method in work.shuffle(methods, self.seed):
             yield self.asker.ask(work, method)
+
+
+@contextmanager
+def short_collections() -> Iterator[None]:
+    """Garbage collection passes over what is there now. It takes long to look at all of it, and someone is timed."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _longest_turn(work: Round) -> int:

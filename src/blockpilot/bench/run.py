@@ -53,6 +53,10 @@ class BenchRun:
         self.measurer = site.make_measurer(Progress(report, total))
 
     def run(self) -> BenchResult:
+        if any(method.pilot in ADAPTIVE for method in self.setup.methods):  # they weigh steps by these
+            self.measurer.progress.prepare("measuring step costs")
+            self.manifest["sessions"][-1]["step_costs"] = self.site.step_costs()
+            manifests.write(self.out, self.manifest)
         answers = self.measurer.measure(self.rounds, self.choose_methods(), self.out / "answers.jsonl").answers
         return self._conclude(answers)
 
@@ -104,8 +108,6 @@ class BenchRun:
             "left_out_tasks": left_out,
             "prompts_too_long": self.fit.num_left_out,
         }
-        if any(method.pilot in ADAPTIVE for method in self.setup.methods):  # they weigh steps by these
-            self.manifest["sessions"][-1]["step_costs"] = self.site.step_costs()
         _write_lines(self.out / "rows.jsonl", rows)
         _write_lines(self.out / "samples.jsonl", self.site.pick_samples(answers, tasks))
         manifests.write(self.out, self.manifest)

@@ -286,7 +286,7 @@ def linear(
     num_tokens, size = x.shape
     num_rows = len(weight)
     if plan is None and are_few(x, weight):
-        out = torch.empty(num_tokens, num_rows, dtype=x.dtype, device=x.device) if out is None else out
+        out = torch.empty(num_tokens, num_rows, dtype=torch.float32, device=x.device) if out is None else out
         _multiply_tokens(x, weight, out)
         return Parts(out)
     plan = plan or plan_linear(num_tokens, num_rows, size, num_processors)
@@ -322,7 +322,7 @@ def norm_linear(
     if not are_few(x, weight):
         total, normed = add_norm(x, delta, norm, eps)
         return total, linear(normed, weight, num_processors)
-    out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
     return _multiply_tokens(x, weight, out, delta, norm, eps), Parts(out)
 
 

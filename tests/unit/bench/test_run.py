@@ -1,5 +1,6 @@
 """Whole runs on tiny models: what is written, what goes on, what is refused."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -24,8 +25,9 @@ def read(path: Path) -> list[dict]:
 
 
 def test_a_run_writes_answers_rows_samples_and_a_manifest(tmp_path: Path, model_cache: Path) -> None:
-    tmp_path = tmp_path / "run"
+    tmp_path, num_frozen = tmp_path / "run", gc.get_freeze_count()
     result = run_tiny(tmp_path, "ar,ngram,dflash:3,best-fixed,step", repeats=2, num_prompts=2)
+    assert gc.get_freeze_count() == num_frozen
     answers = AnswersFile(tmp_path / "answers.jsonl").answers
     assert len(answers) == 5 * 2 * (2 + 2 * 2)  # methods, repeats, quiz prompts and talk turns
     assert {answer.task for answer in answers[:5]} == {"quiz"}

@@ -1,4 +1,5 @@
 import math
+from struct import pack, unpack
 
 import pytest
 
@@ -40,3 +41,17 @@ def test_bad_values_are_named(field, value):
 def test_empty_stop_string_is_refused():
     with pytest.raises(InputError, match="stop string is empty"):
         SamplingParams(stop=("a", ""))
+
+
+def test_only_limits_on_sampling_filter():
+    assert SamplingParams(temperature=1, top_k=5).is_filtered
+    assert SamplingParams(temperature=1, top_p=0.9).is_filtered
+    assert not SamplingParams(temperature=1).is_filtered
+    assert not SamplingParams(top_k=5, top_p=0.5).is_filtered  # greedy takes the best token whatever else may be taken
+
+
+def test_words_hold_temperature_and_seed():
+    seed = 2**63 - 5
+    words = SamplingParams(temperature=0.5, seed=seed).words
+    assert unpack("<fQ", pack("<3i", *words)) == (0.5, seed)
+    assert SamplingParams().words == (0, 0, 0)

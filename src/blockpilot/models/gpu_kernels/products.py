@@ -361,7 +361,8 @@ def plan_few(size: int, *, is_gated: bool) -> tuple[int, int]:
     """Rows of a program, and its warps. Small models have too few rows to fill the device with large programs."""
     if size <= MAX_NARROW:
         return 4, 1
-    return max(1, min(8, (8192 if is_gated else 16384) // triton.next_power_of_2(size))), 4
+    most = 8192 if is_gated else 16384  # numbers of one row that the registers of four warps hold
+    return max(1, min(8, most // triton.next_power_of_2(size))), 4 if size <= most else 8
 
 
 def _multiply(

@@ -34,7 +34,7 @@ from blockpilot.models.gpu import capture, check_memory, graph_pool, wait_for
 MAX_ROWS = 4096  # tokens of all requests in one planned pass
 MAX_LOGITS_BYTES = 5 << 28  # of all rows together: fewer rows for large vocabularies
 PATH_WIDTH = MAX_TREE_NODES + 1
-MAX_PIECES, MAX_PIECE_ROWS = 8, 1024  # of prompts; beyond them one unplanned pass is as fast
+MAX_PIECES, MAX_PIECE_ROWS = 16, 1024  # of prompts; beyond them one unplanned pass is as fast
 MAX_ROUTED_ROWS = 64  # the same where experts are routed: every program looks at all of them
 
 

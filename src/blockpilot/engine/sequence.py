@@ -54,16 +54,16 @@ class Sequence:
         return self._max_output - len(self.output_ids)
 
     def pilot_inputs(self, *, batch_size: int, max_block_size: int, trained_block_size: int) -> PilotInputs:
-        num_output = len(self.output_ids)
-        return PilotInputs(
-            num_steps=len(self.steps),
-            context_length=len(self.prompt_ids) + num_output - 1,
-            batch_size=batch_size,
-            num_remaining=self._max_output - num_output,
-            max_block_size=max_block_size,
-            trained_block_size=trained_block_size,
-            temperature=self.params.temperature,
-            last_emitted=self.steps[-1].emitted if self.steps else 0,
+        num_output, steps = len(self.output_ids), self.steps
+        return PilotInputs(  # in their order: naming them takes as long as the rest of this
+            len(steps),
+            len(self.prompt_ids) + num_output - 1,
+            batch_size,
+            self._max_output - num_output,
+            max_block_size,
+            trained_block_size,
+            self.params.temperature,
+            steps[-1].emitted if steps else 0,
         )
 
     def commit(self, token_ids: list[int] | tuple[int, ...]) -> int:

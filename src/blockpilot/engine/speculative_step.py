@@ -22,17 +22,18 @@ from blockpilot.decoding.verification import Acceptance, accept
 from blockpilot.engine.runner import PassResult, TargetRunner
 from blockpilot.engine.sequence import Sequence
 from blockpilot.pilots.base import PilotInputs
+from blockpilot.pilots.batch import choose_sizes, select_trees
 
 
 def speculative_step(sequences: Collection[Sequence], runner: TargetRunner, drafter: Drafter | None) -> None:
     """Advance every sequence by one step; finished ones carry a finish_reason afterwards."""
     started = time.perf_counter()
     inputs = _inputs(sequences, drafter)
-    sizes = [_draft_size(sequence, given) for sequence, given in zip(sequences, inputs, strict=True)]
+    sizes = _choose(sequences, inputs)
     chosen = time.perf_counter()
     candidates = _draft(sequences, sizes, drafter)
     drafted = time.perf_counter()
-    trees = [_select(*row) for row in zip(sequences, inputs, candidates, strict=True)]
+    trees = _select(sequences, inputs, candidates)
     selected = time.perf_counter()
     result = runner.verify(
         [(sequence.slot, tree) for sequence, tree in zip(sequences, trees, strict=True)],
@@ -48,6 +49,8 @@ def speculative_step(sequences: Collection[Sequence], runner: TargetRunner, draf
         sequence.commit(acceptance.emitted_ids) for sequence, acceptance in zip(sequences, acceptances, strict=True)
     ]
     seconds = time.perf_counter() - started
+    draft_seconds, verify_seconds = drafted - chosen, verified - selected
+    pilot_seconds = (chosen - started) + (selected - drafted)
     for sequence, size, tree, count in zip(sequences, sizes, trees, counts, strict=True):
         sequence.decode_seconds += seconds
         sequence.steps.append(
@@ -55,9 +58,9 @@ def speculative_step(sequences: Collection[Sequence], runner: TargetRunner, draf
                 block_size=size,
                 verify_size=len(tree),
                 emitted=count,
-                draft_seconds=drafted - chosen,
-                verify_seconds=verified - selected,
-                pilot_seconds=(chosen - started) + (selected - drafted),
+                draft_seconds=draft_seconds,
+                verify_seconds=verify_seconds,
+                pilot_seconds=pilot_seconds,
             )
         )
 
@@ -70,11 +73,13 @@ def _inputs(sequences: Collection[Sequence], drafter: Drafter | None) -> list[Pi
     ]
 
 
-def _draft_size(sequence: Sequence, inputs: PilotInputs) -> int:
-    """The pilot's block size within the drafter's limit; 1 means plain decoding, as always for the last token."""
-    if inputs.num_remaining <= 1:
-        return 1
-    return max(1, min(sequence.pilot.choose(inputs), inputs.max_block_size))
+def _choose(sequences: Collection[Sequence], inputs: Collection[PilotInputs]) -> list[int]:
+    """The pilots' block sizes within the drafter's limit; 1 means plain decoding, as always for the last token."""
+    asked = [
+        (sequence.pilot, given) for sequence, given in zip(sequences, inputs, strict=True) if given.num_remaining > 1
+    ]
+    sizes = iter(choose_sizes(asked))
+    return [max(1, min(next(sizes), given.max_block_size)) if given.num_remaining > 1 else 1 for given in inputs]
 
 
 def _draft(sequences: Collection[Sequence], sizes: Collection[int], drafter: Drafter | None) -> list[Candidates | None]:
@@ -96,10 +101,23 @@ def _draft(sequences: Collection[Sequence], sizes: Collection[int], drafter: Dra
     return [next(proposals) if size > 1 else None for size in sizes]
 
 
-def _select(sequence: Sequence, inputs: PilotInputs, candidates: Candidates | None) -> DraftTree:
-    if candidates is None:
-        return DraftTree.chain(sequence.anchor_id, [])
-    return sequence.pilot.select_tree(inputs, candidates, sequence.anchor_id)
+def _select(
+    sequences: Collection[Sequence], inputs: Collection[PilotInputs], candidates: Collection[Candidates | None]
+) -> list[DraftTree]:
+    """The trees that pilots select; of requests that have not drafted, the anchor alone."""
+    drafted = [
+        (sequence.pilot, given, found, sequence.anchor_id)
+        for sequence, given, found in zip(sequences, inputs, candidates, strict=True)
+        if found is not None
+    ]
+    selected = select_trees(drafted)
+    if len(selected) == len(sequences):
+        return selected
+    trees = iter(selected)
+    return [
+        DraftTree.chain(sequence.anchor_id, []) if found is None else next(trees)
+        for sequence, found in zip(sequences, candidates, strict=True)
+    ]
 
 
 def _accept(sequences: Collection[Sequence], trees: Collection[DraftTree], result: PassResult) -> list[Acceptance]:

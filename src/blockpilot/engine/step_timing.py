@@ -17,14 +17,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from blockpilot.core.candidates import Candidates
+from blockpilot.core.candidates import Candidates, stack_candidates
 from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.errors import InputError
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.decoding.verification import accept
-from blockpilot.pilots.base import Nodes, PilotInputs
+from blockpilot.pilots.base import PilotInputs
+from blockpilot.pilots.batch import choose_sizes, select_trees
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import CostPoint, StepCosts
 from blockpilot.pilots.step import StepPilot
@@ -109,7 +110,7 @@ class _Bench:
         self.tap_layers = self.drafter.tap_layers if self.drafter else ()
         self.vocab_size = self.runner.decoder.config.vocab_size
         self.random = random.Random(0)
-        self.candidates = _make_candidates(self.vocab_size)
+        self.candidates = stack_candidates([_make_candidates(self.vocab_size)] * len(slots))
         self.pilots: dict[int, list[StepPilot]] = {}  # by tokens per request
 
     def fill(self, token_budget: int) -> None:
@@ -149,19 +150,17 @@ class _Bench:
 
     def verify(self, tokens: int) -> None:
         """Decide on a tree of that many tokens for each request, check it and walk it, as a step does."""
-        trees = [
-            (slot, DraftTree.build(1, nodes)) for slot, nodes in zip(self.slots, self._select(tokens), strict=True)
-        ]
+        trees = list(zip(self.slots, self._select(tokens), strict=True))
         result = self.runner.verify(trees, self.tap_layers)
         best = result.best_ids()
         for (slot, tree), start in zip(trees, result.row_starts, strict=True):
             accept(tree, best[start : start + len(tree)])
             self.runner.cache.keep(slot, [])
 
-    def _select(self, tokens: int) -> list[Nodes]:
-        """The nodes of adaptive pilots to whom that many tokens are free and more are not; none of plain decoding."""
+    def _select(self, tokens: int) -> list[DraftTree]:
+        """Trees of adaptive pilots to whom that many tokens are free and more are not; anchors of plain decoding."""
         if tokens == 1:
-            return [[] for _ in self.slots]
+            return [DraftTree.chain(1, []) for _ in self.slots]
         if tokens not in self.pilots:
             points = [CostPoint(n, ms, len(self.slots)) for n, ms in ((1, FREE), (tokens, FREE), (tokens + 1, BEYOND))]
             costs = StepCosts((), tuple(points), padding=self.runner.padding and (tokens, tokens + 1))
@@ -178,9 +177,9 @@ class _Bench:
             last_emitted=1,
         )
         self.pilots[tokens][0].forget()  # a memory of steps that emit nothing would want fewer nodes
-        for pilot in self.pilots[tokens]:
-            pilot.choose(inputs)
-        return [pilot.select(inputs, self.candidates) for pilot in self.pilots[tokens]]
+        choose_sizes([(pilot, inputs) for pilot in self.pilots[tokens]])
+        drafts = zip(self.pilots[tokens], self.candidates, strict=True)
+        return select_trees([(pilot, inputs, candidates, 1) for pilot, candidates in drafts])
 
     def overhead(self) -> float:
         """Milliseconds of keeping a path and showing it to the drafter; the context grows."""

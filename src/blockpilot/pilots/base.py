@@ -3,10 +3,11 @@
 `start` runs once, right after prefill, and returns the pilot of this one request: itself where nothing is remembered
 between steps. `choose` runs before drafting and returns the draft size (0: do not draft, decode plainly). `select` runs
 after drafting and returns the nodes the target shall check. All see small plain values only, so the same object runs in
-our engine, in replay and inside other engines.
+our engine, in replay and inside other engines. An engine that has many requests asks for all at once (`batch.py`).
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,6 +43,10 @@ class PilotInputs(NamedTuple):
     last_emitted: int  # tokens the last step emitted; 0 before the first
 
 
+Asked = tuple["Pilot", PilotInputs]  # a request before its draft
+Drafted = tuple["Pilot", PilotInputs, Candidates, int]  # and after it, with its anchor's token id
+
+
 class Pilot(ABC):
     @property
     @abstractmethod
@@ -57,6 +62,11 @@ class Pilot(ABC):
         """Whether `start` wants the prefill's state; others get None."""
         return False
 
+    @property
+    def team(self) -> object:
+        """Requests whose pilots have the same one are decided at once."""
+        return self
+
     def start(self, prefill: PrefillState | None) -> "Pilot":
         """The pilot of one request."""
         return self
@@ -71,3 +81,11 @@ class Pilot(ABC):
         """The selected nodes behind their anchor, as many as one check takes; deeper ones could not be emitted."""
         tree = DraftTree.build(anchor_id, self.select(inputs, candidates)[:MAX_TREE_NODES])
         return tree.up_to(inputs.num_remaining - 1)
+
+    def choose_sizes(self, team: Sequence[Asked]) -> list[int]:
+        """`choose` of every request that is of this pilot's team and takes part in one step."""
+        return [pilot.choose(inputs) for pilot, inputs in team]
+
+    def select_trees(self, team: Sequence[Drafted]) -> list[DraftTree]:
+        """`select_tree` of every one of them that has drafted."""
+        return [pilot.select_tree(inputs, candidates, anchor_id) for pilot, inputs, candidates, anchor_id in team]

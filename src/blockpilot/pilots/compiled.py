@@ -190,6 +190,8 @@ def _take(draft, families, taken, opened, step_ms, rises, trust, depth, is_chain
         rate = (1 + trust * promised) / step_ms[count]
         if rate > best_rate:
             best_rate, best_count, best_promised = rate, count, promised
+        if count == len(rises):  # nothing comes behind it
+            break
         family = families.rows[taken.families[parent]]
         sibling = NONE if is_chain else _next_best(family, rank)
         if sibling != NONE:
@@ -201,6 +203,34 @@ def _take(draft, families, taken, opened, step_ms, rises, trust, depth, is_chain
     return best_count, best_promised
 
 
+@helper
+def _grow(draft, families, taken, opened, head, step_ms, rises, trust, depth, is_chain):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """One request's nodes into `taken`, whatever stood there: (how many, their depth, promised)."""
+    families.places[:] = 0
+    opened.paths[:] = -1
+    head[:] = 0
+    taken.paths[0], taken.parents[0], taken.depths[0], taken.families[0] = 1, NONE, 0, 1
+    _walk_head(families, draft, depth, head)
+    if depth:
+        _open(opened, families, taken, 0, 0, _best(families.rows[1], families.rows.shape[1]))
+    count, promised = _take(draft, families, taken, opened, step_ms, rises, trust, depth, is_chain)
+    deepest = 0
+    for node in range(1, count + 1):
+        deepest = max(deepest, taken.depths[node])
+    return count, deepest, promised
+
+
+@njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")  # type: ignore[call-overload]
+def _make_room(size, width, depth):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """What growth of `size` nodes, the anchor among them, needs besides those: families and opened nodes."""
+    ranks = np.empty(width, np.float32)
+    for rank in range(width):
+        ranks[rank] = np.log1p(np.float32(rank))
+    rows = np.empty((min(depth * width, size + HEAD) + 1, width), np.float32)
+    families = Families(rows, np.empty(depth * width + 1, np.int64), ranks)
+    return families, Opened(np.empty(2 * size), np.empty(2 * size, np.int64), np.empty(2 * size, np.int64))
+
+
 @compiled(
     int64[:, ::1], int64[:, ::1], float32[:, ::1], float32[::1], float32[:, :, ::1], float32[:, ::1],
     float64[::1], float64[::1], float64, int64, int64, boolean,
@@ -210,28 +240,44 @@ def grow(  # type: ignore[no-untyped-def]  # pragma: no cover
 ):
     """`grow_by_cost` over `best_first` or `likeliest_chain`: (how many nodes, their depth, promised, head).
 
-    `found` [3, nodes + 1] gets parents, token ids and depths, those of the anchor first. Nodes come out of the first
+    `found` [3, nodes + 1] gets parents, token ids and depths behind those of the anchor. Nodes come out of the first
     `depth` positions and `width` candidates. One that is taken opens two others, its next sibling and its first child.
     Node n's are kept at 2n and 2n + 1: what stands first is older, and equal paths are taken in the order of their age.
     On a chain siblings stay closed.
     """
     draft, size = Draft(token_ids, log_probs, first, pairwise, weights), len(rises) + 1
-    ranks = np.empty(width, np.float32)
-    for rank in range(width):
-        ranks[rank] = np.log1p(np.float32(rank))
-    rows = np.empty((min(depth * width, size + HEAD) + 1, width), np.float32)
-    families = Families(rows, np.zeros(depth * width + 1, np.int64), ranks)
-    found[:, 0] = 0
-    taken = Taken(np.ones(size), found[0], found[1], found[2], np.zeros(size, np.int64))
-    opened = Opened(np.full(2 * size, -1.0), np.zeros(2 * size, np.int64), np.zeros(2 * size, np.int64))
-    head = np.zeros(HEAD)
-    _walk_head(families, draft, depth, head)
-    if depth:
-        taken.families[0] = 1
-        _open(opened, families, taken, 0, 0, _best(rows[1], width))
-    count, promised = _take(draft, families, taken, opened, step_ms, rises, trust, depth, is_chain)
-    deepest = found[2, : count + 1].max()
+    families, opened = _make_room(size, width, depth)
+    taken = Taken(np.empty(size), found[0], found[1], found[2], np.empty(size, np.int64))
+    head = np.empty(HEAD)
+    count, deepest, promised = _grow(draft, families, taken, opened, head, step_ms, rises, trust, depth, is_chain)
     return count, deepest, promised, (head[0], head[1], head[2])  # a tuple is handed over faster than an array
+
+
+@compiled(
+    int64[:, :, ::1], int64[:, ::1], float64[::1], float64[:, ::1], int64[:, ::1],
+    int64[:, :, ::1], float32[:, :, ::1], float32[:, ::1], float32[:, :, :, ::1], float32[:, ::1],
+    float64[::1], float64[::1], float64, int64, boolean,
+)  # fmt: skip
+def grow_stacked(  # type: ignore[no-untyped-def]  # pragma: no cover
+    found, shapes, promised, heads, requests, token_ids, log_probs, first, pairwise, weights, step_ms, rises, trust,
+    width, is_chain,
+):  # fmt: skip
+    """`grow` for many requests at once, each a row of a `CandidateStack`.
+
+    `requests` [N, 3] are their rows, anchors' token ids and depths. `found` [N, 3, nodes + 1] gets whole trees, the
+    anchor first, `shapes` [2, N] how many nodes there are and how deep, `promised` [N] and `heads` [N, HEAD] the rest.
+    """
+    size = len(rises) + 1
+    families, opened = _make_room(size, width, token_ids.shape[1])
+    paths, places = np.empty(size), np.empty(size, np.int64)
+    for index in range(len(requests)):
+        row, depth = requests[index, 0], requests[index, 2]
+        draft = Draft(token_ids[row], log_probs[row], first[row], pairwise[row], weights)
+        taken = Taken(paths, found[index, 0], found[index, 1], found[index, 2], places)
+        taken.token_ids[0] = requests[index, 1]
+        shapes[0, index], shapes[1, index], promised[index] = _grow(
+            draft, families, taken, opened, heads[index], step_ms, rises, trust, depth, is_chain
+        )
 
 
 @compiled(int64[:, ::1], float32[:, ::1], float32[::1], float32[:, :, ::1], int64)

@@ -166,9 +166,9 @@ def _walk_once(
         paths = [path for path, _, _ in nodes]
         yield recent.features(), hit, sum(paths)
         emitted = 1 + int(hit[:WALK_NODES].sum())
-        recent.record_draft([path for path, _, _ in islice(likeliest_chain(*given), HEAD)])
+        recent.record_drafts([[path for path, _, _ in islice(likeliest_chain(*given), HEAD)]])
         depth = max(depths[:WALK_NODES], default=0)
-        recent.record_step(emitted=emitted, depth=depth, promised=sum(paths[:WALK_NODES]))
+        recent.record_steps([(emitted, depth, sum(paths[:WALK_NODES]))])
         anchor += emitted
 
 

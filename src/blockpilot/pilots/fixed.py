@@ -1,11 +1,13 @@
 """Pilots that never change their mind: plain decoding, fixed chains and fixed trees. The baselines."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blockpilot.core.candidates import Candidates
+from blockpilot.core.candidates import Candidates, shared_stack
+from blockpilot.core.tree import DraftTree
 from blockpilot.pilots import switch
-from blockpilot.pilots.base import Nodes, Pilot, PilotInputs
-from blockpilot.pilots.growth import grow_chain, grow_tree
+from blockpilot.pilots.base import Drafted, Nodes, Pilot, PilotInputs
+from blockpilot.pilots.growth import NO_WEIGHTS, exponentials, falling_costs, grow_chain, grow_stacked, grow_tree
 
 TREE_WIDTH = 16  # candidates per position a tree may branch into
 
@@ -65,3 +67,16 @@ class TreePilot(Pilot):
 
     def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
         return grow_tree(candidates, self.num_nodes)
+
+    def select_trees(self, team: Sequence[Drafted]) -> list[DraftTree]:
+        drafts = [candidates for _, _, candidates, _ in team]
+        stack = shared_stack(drafts)
+        if stack is None or switch.load_compiled() is None:
+            return super().select_trees(team)
+        requests = [(draft.row, anchor_id, draft.num_positions) for _, _, draft, anchor_id in team]
+        shares = exponentials(stack, 1 + max([draft.row for draft in drafts]))
+        costs, width = falling_costs(self.num_nodes), drafts[0].width
+        forest = grow_stacked(shares, requests, NO_WEIGHTS, costs, trust=1.0, width=width, is_chain=False)
+        return [
+            tree.up_to(inputs.num_remaining - 1) for tree, (_, inputs, _, _) in zip(forest.trees, team, strict=True)
+        ]

@@ -54,30 +54,35 @@ class Recent:
         """What a promised token is worth in this request."""
         return min(self.kept / self.promised, MAX_TRUST)
 
-    def record_draft(self, paths: Sequence[float], weight: float = 1.0) -> None:
-        """`paths`: the probabilities that the likeliest chain is right up to its first positions, at most `HEAD`.
+    def record_drafts(self, drafts: Sequence[Sequence[float]], weight: float = 1.0) -> None:
+        """Each: the probabilities that its likeliest chain is right up to the first positions, at most `HEAD`.
 
-        A memory that `n` requests share takes each draft and step with the weight 1/n.
+        A memory that n requests share takes the drafts and steps of each, in their order, with the weight 1/n.
         """
-        tail = paths[-1] * (self.average - 1) if paths else 0.0
-        expected = 1 + self.trust * (sum(paths) + tail)
-        self.expected = _toward(self.expected, expected, weight if self.has_drafted else 1.0)
-        self.has_drafted = True
+        more, trust, expected = self.average - 1, self.trust, self.expected
+        for paths in drafts:
+            promised = 1 + trust * (sum(paths) + (paths[-1] * more if paths else 0.0))
+            expected = _toward(expected, promised, weight) if self.has_drafted else promised
+            self.has_drafted = True
+        self.expected = expected
 
-    def record_step(self, *, emitted: int, depth: int, promised: float, weight: float = 1.0) -> None:
-        """A drafted step emitted so much; `depth` is that of the nodes it checked, 0 if none was worth it.
+    def record_steps(self, steps: Sequence[tuple[int, int, float]], weight: float = 1.0) -> None:
+        """Drafted steps: tokens emitted, depth of the nodes checked (0 if none was worth it), tokens these promised.
 
         Had a path that was right to its end gone on, it would have gone on for `average` tokens: acceptance is taken to
         have no memory. So the average does not depend on how deep the pilot dared to look.
         """
-        value = self.expected
-        if depth:
-            self.last = _toward(self.last, float(emitted), weight if self.last else 1.0)
-            value = emitted + (self.average - 1 if emitted > depth else 0)
-            self.promised += weight * (promised - (1 - TRUST_DECAY) * (self.promised - TRUST_PRIOR))
-            self.kept += weight * (emitted - 1 - (1 - TRUST_DECAY) * (self.kept - TRUST_PRIOR))
+        average, last, sum_promised, kept = self.average, self.last, self.promised, self.kept
         new = weight * (1 - DECAY)
-        self.average = (1 - new) * self.average + new * min(value, MAX_AVERAGE)
+        for emitted, depth, promised in steps:
+            value = self.expected
+            if depth:
+                last = _toward(last, float(emitted), weight) if last else float(emitted)
+                value = emitted + (average - 1 if emitted > depth else 0)
+                sum_promised += weight * (promised - (1 - TRUST_DECAY) * (sum_promised - TRUST_PRIOR))
+                kept += weight * (emitted - 1 - (1 - TRUST_DECAY) * (kept - TRUST_PRIOR))
+            average = (1 - new) * average + new * min(value, MAX_AVERAGE)
+        self.average, self.last, self.promised, self.kept = average, last, sum_promised, kept
 
 
 def _toward(old: float, new: float, weight: float) -> float:

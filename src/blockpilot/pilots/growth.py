@@ -6,6 +6,7 @@ as many as bring the most tokens per millisecond. Out of candidates, `compiled.p
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from heapq import heappop, heappush, heapreplace
 from itertools import islice, tee
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from blockpilot.core.candidates import FLOAT, INT, Candidates, FloatArray, IntArray, ProposedTree
+from blockpilot.core.candidates import FLOAT, INT, Candidates, CandidateStack, FloatArray, IntArray, ProposedTree
 from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.tree import DraftTree
 from blockpilot.pilots import switch
@@ -47,6 +48,14 @@ class Growth(NamedTuple):
         if len(self.parents) > MAX_TREE_NODES:
             return DraftTree.build(anchor_id, self.nodes[:MAX_TREE_NODES])
         return DraftTree((anchor_id, *self.token_ids), (-1, *self.parents), (0, *self.depths))
+
+
+class Forest(NamedTuple):
+    """What was grown at once for many requests; see `Growth`."""
+
+    trees: list[DraftTree]  # as many nodes as one check takes
+    checked: list[tuple[int, float]]  # depth and promised
+    heads: list[list[float]]  # how likely each draft's best chain is right up to its first `HEAD` positions
 
 
 def grow_chain(candidates: Candidates, max_nodes: int) -> Nodes:
@@ -132,6 +141,47 @@ def grow_calibrated(
     )
     parents, token_ids, depths = found[:, 1 : count + 1].tolist()
     return Growth(parents, token_ids, depths, deepest, promised), paths[:depth]
+
+
+def grow_stacked(
+    stack: CandidateStack,
+    requests: Sequence[tuple[int, int, int]],
+    weights: FloatArray,
+    costs: tuple[Values, Values],
+    *,
+    trust: float,
+    width: int,
+    is_chain: bool,
+) -> Forest:
+    """Compiled growth for many requests: (row of the stack, anchor's token id, depth) each.
+
+    With the weights of a calibration this is `grow_calibrated`; without any, scores are probabilities already.
+    """
+    compiled = switch.load_compiled()
+    assert compiled is not None
+    num_requests, size = len(requests), len(costs[0])
+    found, shapes = np.empty((num_requests, 3, size), INT), np.empty((2, num_requests), INT)
+    promised, heads = np.empty(num_requests), np.empty((num_requests, HEAD))
+    arrays = np.array(requests, INT), stack.token_ids, stack.log_probs, stack.first, stack.pairwise, weights
+    compiled.grow_stacked(found, shapes, promised, heads, *arrays, *costs, trust, width, is_chain)
+    counts, depths = shapes.tolist()
+    trees = []
+    for count, (parents, token_ids, node_depths) in zip(counts, found.tolist(), strict=True):
+        end = min(count, MAX_TREE_NODES) + 1
+        if end < size:
+            parents, token_ids, node_depths = parents[:end], token_ids[:end], node_depths[:end]
+        trees.append(DraftTree(tuple(token_ids), tuple(parents), tuple(node_depths)))
+    paths = heads.tolist()
+    if min(depth for _, _, depth in requests) < HEAD:
+        paths = [head[:depth] for head, (_, _, depth) in zip(paths, requests, strict=True)]
+    return Forest(trees, list(zip(depths, promised.tolist(), strict=True)), paths)
+
+
+def exponentials(stack: CandidateStack, num_rows: int) -> CandidateStack:
+    """Probabilities of the first rows instead of their logarithms, as far as `grow_stacked` reads them."""
+    if stack.first.shape[1]:
+        return replace(stack, first=np.exp(stack.first[:num_rows]), pairwise=np.exp(stack.pairwise[:num_rows]))
+    return replace(stack, log_probs=np.exp(stack.log_probs[:num_rows]))
 
 
 def smallest_rises(step_ms: Values) -> Values:

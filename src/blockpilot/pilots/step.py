@@ -8,20 +8,23 @@ exactly, unless it shared them with a batch (`together.py`).
 
 import copy
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 
-from blockpilot.core.candidates import Candidates
+from blockpilot.core.candidates import Candidates, CandidateStack, shared_stack
 from blockpilot.core.errors import InputError
 from blockpilot.core.tree import DraftTree
 from blockpilot.pilots import switch
-from blockpilot.pilots.base import Nodes, Pilot, PilotInputs, PrefillState
+from blockpilot.pilots.base import Asked, Drafted, Nodes, Pilot, PilotInputs, PrefillState
+from blockpilot.pilots.batch import in_groups
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts, Values
 from blockpilot.pilots.forecast import Forecast, Recent
 from blockpilot.pilots.gate import Gate
-from blockpilot.pilots.growth import Growth, falling_costs, grow_calibrated
+from blockpilot.pilots.growth import Forest, Growth, falling_costs, grow_calibrated, grow_stacked
 from blockpilot.pilots.step_table import StepTable, StepTables
 from blockpilot.pilots.together import Together
 
@@ -49,7 +52,7 @@ class StepPilot(Pilot):
         if given != wanted:
             raise InputError(f"the forecast is for (draft sizes, chain) {given}, the pilot for {wanted}")
         self._tables = StepTables(self.costs, self.draft_sizes, self._forecast.num_nodes)
-        self._growth: Growth | None = None  # what the last step checked; None: it did not draft
+        self._checked: tuple[int, float] | None = None  # depth and promise of the last step's nodes; None: no draft
         self._together = Together()  # shared by all requests
         self._was_shared = False  # whether this request has ever decided with others
         switch.load_compiled()
@@ -65,27 +68,29 @@ class StepPilot(Pilot):
     def start(self, prefill: PrefillState | None) -> "StepPilot":
         """A copy that shares everything but what a request remembers."""
         started = copy.copy(self)
-        started.recent, started.gate, started._growth, started._was_shared = Recent(), Gate(), None, False
+        started.recent, started.gate, started._checked, started._was_shared = Recent(), Gate(), None, False
         self._together.join(started)
         return started
 
     def forget(self) -> None:
         """Everything that steps have taught, as if the request and its batch had just begun."""
-        self.recent, self.gate, self._growth = Recent(), Gate(), None
+        self.recent, self.gate, self._checked = Recent(), Gate(), None
         self._together.forget()
 
+    @property
+    def team(self) -> object:
+        return self._together
+
     def choose(self, inputs: PilotInputs) -> int:
-        recent, weight = self._memory(inputs)
-        if self._growth is not None:
-            checked, self._growth = self._growth, None
-            recent.record_step(
-                emitted=inputs.last_emitted, depth=checked.depth, promised=checked.promised, weight=weight
-            )
+        if self._is_shared(inputs):
+            return self._choose_together([(self, inputs)])[0]
+        recent, _ = self._memory(inputs)
+        if self._checked is not None:
+            recent.record_steps([(inputs.last_emitted, *self._checked)])
+            self._checked = None
         count = bisect_right(self.draft_sizes, inputs.max_block_size)
         if not count:
             return 0
-        if weight < 1:
-            return self._choose_together(inputs, count)
         table = self._tables.at(inputs.batch_size, inputs.context_length)
         best, rate = self._forecast.best_size(recent, table.step_ms, count, inputs.num_remaining)
         return self.draft_sizes[best] if self._is_open(self.gate, table, best, rate) else 0
@@ -95,6 +100,22 @@ class StepPilot(Pilot):
 
     def select_tree(self, inputs: PilotInputs, candidates: Candidates, anchor_id: int) -> DraftTree:
         return self._grow(inputs, candidates).tree(anchor_id).up_to(inputs.num_remaining - 1)
+
+    def choose_sizes(self, team: Sequence[Asked]) -> list[int]:
+        if not self._is_shared(team[0][1]):
+            return super().choose_sizes(team)
+        return self._choose_together(cast(Sequence[StepAsked], team))
+
+    def select_trees(self, team: Sequence[Drafted]) -> list[DraftTree]:
+        first = team[0][1]
+        stack = shared_stack([candidates for _, _, candidates, _ in team]) if self._is_shared(first) else None
+        if stack is None or switch.load_compiled() is None:
+            return super().select_trees(team)
+        forest = self._grow_stacked(stack, team)
+        for (pilot, _, _, _), checked in zip(cast(Sequence[StepDrafted], team), forest.checked, strict=True):
+            pilot._checked = checked
+        self._together.recent.record_drafts(forest.heads, 1 / first.batch_size)
+        return forest.trees
 
     def _grow(self, inputs: PilotInputs, candidates: Candidates) -> Growth:
         recent, weight = self._memory(inputs)
@@ -106,36 +127,77 @@ class StepPilot(Pilot):
             costs = table.growth(num_positions + 1)
         growth, head = grow_calibrated(
             candidates,
-            self.sampled if self.sampled is not None and inputs.temperature > 0 else self.calibration,
+            self._calibration(inputs.temperature),
             costs,
             trust=recent.trust,
-            depth=max(min(num_positions, inputs.num_remaining - 1), 0),  # deeper tokens cannot be emitted
+            depth=_usable_depth(num_positions, inputs),
             width=WIDTH,
             is_chain=self.is_chain,
         )
-        recent.record_draft(head, weight)
-        self._growth = growth
+        recent.record_drafts([head], weight)
+        self._checked = growth.depth, growth.promised
         return growth
+
+    def _grow_stacked(self, stack: CandidateStack, team: Sequence[Drafted]) -> Forest:
+        """All trees in one call, or in two if requests differ in calibration."""
+        draft = team[0][2]
+        num_positions, width, trust = draft.num_positions, min(draft.width, WIDTH), self._together.recent.trust
+        costs = falling_costs(self._together.num_nodes)  # the number is decided: take them all
+
+        def grow(group: Sequence[Drafted]) -> Forest:
+            requests = [
+                (one.row, anchor_id, _usable_depth(num_positions, inputs)) for _, inputs, one, anchor_id in group
+            ]
+            weights = self._calibration(group[0][1].temperature).plain_weights
+            return grow_stacked(stack, requests, weights, costs, trust=trust, width=width, is_chain=self.is_chain)
+
+        if self.sampled is None:
+            return grow(team)
+        calibrations = [self._calibration(inputs.temperature) for _, inputs, _, _ in team]
+        grown = in_groups(team, calibrations, lambda group: list(zip(*grow(group), strict=True)))
+        return Forest(*(list(part) for part in zip(*grown, strict=True)))
+
+    def _calibration(self, temperature: float) -> Calibration:
+        return self.sampled if self.sampled is not None and temperature > 0 else self.calibration
+
+    def _is_shared(self, inputs: PilotInputs) -> bool:
+        return inputs.batch_size > 1 and bool(self.costs.padding)
 
     def _memory(self, inputs: PilotInputs) -> tuple[Recent, float]:
         """What decisions look at, and what a draft or step of this request weighs there: below 1 where it is shared."""
-        if inputs.batch_size > 1 and self.costs.padding:
+        if self._is_shared(inputs):
             self._was_shared = True
             return self._together.recent, 1 / inputs.batch_size
         if self._was_shared and not self.recent.has_drafted:
             self.recent = replace(self._together.recent)  # left alone, a request goes on from what all have seen
         return self.recent, 1.0
 
-    def _choose_together(self, inputs: PilotInputs, count: int) -> int:
+    def _choose_together(self, team: Sequence["StepAsked"]) -> list[int]:
+        """One size for all, decided when the first of a round asks: others have not yet told what came of the last."""
+        together, (_, first) = self._together, team[0]
+        weight = 1 / first.batch_size
+        for pilot, _ in team:
+            pilot._was_shared = True
+        count = bisect_right(self.draft_sizes, first.max_block_size)  # all have one drafter
+        if not count:
+            together.recent.record_steps(_outcomes(team), weight)
+            return [0] * len(team)
+        begin = together.find_beginner([pilot for pilot, _ in team])
+        together.recent.record_steps(_outcomes(team[: begin + 1]), weight)
+        sizes = [together.draft_size] * begin
+        if begin < len(team):
+            self._begin_round(team[begin][1], count)
+            together.recent.record_steps(_outcomes(team[begin + 1 :]), weight)
+        return sizes + [together.draft_size] * (len(team) - begin)
+
+    def _begin_round(self, inputs: PilotInputs, count: int) -> None:
         together = self._together
-        if together.begins_round(self):
-            table = self._tables.at(inputs.batch_size, inputs.context_length)
-            best, together.num_nodes, rate = self._forecast.best_check(together.recent, table.step_ms, count)
-            is_open = self._is_open(together.gate, table, best, rate)
-            together.draft_size = self.draft_sizes[best] if is_open else 0
-            if is_open and together.gate.is_closed:  # a probe that checked nothing would teach nothing
-                together.num_nodes = max(together.num_nodes, int(self._limits(table, best).argmax()))
-        return together.draft_size
+        table = self._tables.at(inputs.batch_size, inputs.context_length)
+        best, together.num_nodes, rate = self._forecast.best_check(together.recent, table.step_ms, count)
+        is_open = self._is_open(together.gate, table, best, rate)
+        together.draft_size = self.draft_sizes[best] if is_open else 0
+        if is_open and together.gate.is_closed:  # a probe that checked nothing would teach nothing
+            together.num_nodes = max(together.num_nodes, int(self._limits(table, best).argmax()))
 
     def _is_open(self, gate: Gate, table: StepTable, best: int, rate: float) -> bool:
         """Whether to draft at the best size, which promises so many tokens per millisecond."""
@@ -146,3 +208,22 @@ class StepPilot(Pilot):
         reach = np.minimum(np.arange(1, len(table.rest_ms) + 1), self.draft_sizes[best])
         limits: Values = reach / table.step_ms[best]
         return limits
+
+
+StepAsked = tuple[StepPilot, PilotInputs]
+StepDrafted = tuple[StepPilot, PilotInputs, Candidates, int]
+
+
+def _outcomes(team: Sequence[StepAsked]) -> list[tuple[int, int, float]]:
+    """What came of the nodes that were checked last, by those who drafted: as `Recent.record_steps` takes it."""
+    found = []
+    for pilot, inputs in team:
+        if pilot._checked is not None:
+            found.append((inputs.last_emitted, *pilot._checked))
+            pilot._checked = None
+    return found
+
+
+def _usable_depth(num_positions: int, inputs: PilotInputs) -> int:
+    """Deeper tokens cannot be emitted."""
+    return max(min(num_positions, inputs.num_remaining - 1), 0)

@@ -7,6 +7,7 @@ request has gone, so has what they knew.
 """
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,10 +33,17 @@ class Together:
     def forget(self) -> None:
         self.recent, self.gate, self._asked = Recent(), Gate(), set()
 
-    def begins_round(self, member: object) -> bool:
-        """Whether this one is the first to ask: no other has, or it has itself."""
-        is_first = not self._asked or id(member) in self._asked
-        if is_first:
-            self._asked.clear()
-        self._asked.add(id(member))
-        return is_first
+    def find_beginner(self, members: Sequence[object]) -> int:
+        """The place of the one who begins a round, of members who ask one after the other; their number: none does.
+
+        That is the first whom no other has preceded, or who has asked before.
+        """
+        asking = list(map(id, members))
+        place = 0
+        if self._asked:
+            place = next((place for place, member in enumerate(asking) if member in self._asked), len(asking))
+        if place < len(asking):
+            self._asked = set(asking[place:])
+        else:
+            self._asked.update(asking)
+        return place

@@ -1,8 +1,12 @@
 """Passes of fixed shape give what unplanned passes give. Here with the kernels' reference implementation, on a CPU."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
+from blockpilot.core.candidates import CandidateStack
 from blockpilot.core.errors import InputError
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
@@ -10,6 +14,13 @@ from blockpilot.engine import assemble
 from blockpilot.engine.llm import LLM
 from blockpilot.engine.planned_runner import PlannedRunner
 from blockpilot.models import gpu
+from blockpilot.pilots import step
+from blockpilot.pilots.base import Pilot
+from blockpilot.pilots.cost_model import StepCosts
+from blockpilot.pilots.fixed import TreePilot
+from blockpilot.pilots.growth import Forest, grow_stacked
+from blockpilot.pilots.step import StepPilot
+from blockpilot.pilots.switch import load_compiled
 from tests.tiny import RandomTreePilot, make_dflash, make_llm
 
 PROMPTS = ["abcabcab", "the quick brown fox", "z", "hello hello hello"]
@@ -54,6 +65,42 @@ def test_sampling_and_mixed_requests(monkeypatch: pytest.MonkeyPatch) -> None:
         return [(answer.token_ids, [step.emitted for step in answer.steps]) for answer in found]
 
     assert answers(planned) == answers(plain)
+
+
+@pytest.mark.parametrize("is_second", [False, True])
+def test_pilots_that_decide_at_once_decode_as_one_by_one(monkeypatch: pytest.MonkeyPatch, is_second: bool) -> None:
+    """Requests of different pilots, temperatures and lengths: the same drafts, checks and texts."""
+    costs = replace(StepCosts.linear(draft=0.05, slope=0.01), padding=PlannedRunner.padding)
+    drafter = make_dflash("qwen3", is_second=is_second)
+    pilots = ["step", "tree:15", "step", "chain-step", "fixed:4", "step", "tree:15", "ar"]
+    params = [
+        SamplingParams(max_new_tokens=8 + 5 * index, temperature=0.7 * (index % 3 == 0), seed=index)
+        for index in range(len(pilots))
+    ]
+    answers, sizes = [], []
+
+    def count_grown(stack: CandidateStack, requests: list[tuple[int, int, int]], *rest: Any, **options: Any) -> Forest:
+        sizes.append(len(requests))
+        return grow_stacked(stack, requests, *rest, **options)
+
+    for is_at_once in (True, False):
+        llm = make_planned(monkeypatch, "qwen3", drafter=drafter, costs=costs, num_slots=6)
+        with monkeypatch.context() as patch:
+            patch.setattr(step, "grow_stacked", count_grown)
+            if not is_at_once:
+                assert max(sizes) > 1 or load_compiled() is None
+                sizes.clear()
+                patch.setattr(StepPilot, "select_trees", Pilot.select_trees)
+                patch.setattr(StepPilot, "choose_sizes", Pilot.choose_sizes)
+                patch.setattr(TreePilot, "select_trees", Pilot.select_trees)
+            found = llm.generate(PROMPTS * 2, params, pilot=pilots, is_raw=True)
+        answers.append(
+            [
+                (answer.text, [(one.block_size, one.verify_size, one.emitted) for one in answer.steps])
+                for answer in found
+            ]
+        )
+    assert answers[0] == answers[1] and not sizes
 
 
 @pytest.mark.parametrize("length", [1, 5, 128, 129, 280])

@@ -16,7 +16,7 @@ def test_cut_steps_count_with_what_they_would_have_gone_on_to_emit() -> None:
         recent, seen = Recent(), []
         for _ in range(4000):
             accepted = random.geometric(0.25) - 1  # 4 tokens per step if nothing cuts
-            recent.record_step(emitted=1 + min(accepted, depth), depth=depth, promised=3.0)
+            recent.record_steps([(1 + min(accepted, depth), depth, 3.0)])
             seen.append(recent.average)
         averages[depth] = np.mean(seen[100:])
     assert averages[3] == pytest.approx(4, rel=0.08) and averages[15] == pytest.approx(4, rel=0.08)
@@ -25,18 +25,18 @@ def test_cut_steps_count_with_what_they_would_have_gone_on_to_emit() -> None:
 def test_promises_that_are_not_kept_lose_their_worth() -> None:
     liar, honest = Recent(), Recent()
     for _ in range(30):
-        liar.record_step(emitted=1, depth=3, promised=2.0)
-        honest.record_step(emitted=3, depth=3, promised=2.0)
+        liar.record_steps([(1, 3, 2.0)])
+        honest.record_steps([(3, 3, 2.0)])
     assert liar.trust < 0.15 and honest.trust == pytest.approx(1)
-    liar.record_draft([1.0, 1.0, 1.0])
+    liar.record_drafts([[1.0, 1.0, 1.0]])
     assert liar.expected < 1.5
 
 
 def test_a_draft_not_worth_checking_counts_as_it_promised() -> None:
     recent = Recent(average=4.0)
-    recent.record_draft([0.1, 0.01, 0.001])
+    recent.record_drafts([[0.1, 0.01, 0.001]])
     assert recent.expected == pytest.approx(1.111 + 0.003)
-    recent.record_step(emitted=1, depth=0, promised=0.0)
+    recent.record_steps([(1, 0, 0.0)])
     assert recent.average == pytest.approx(3 + recent.expected / 4) and recent.last == 0
 
 

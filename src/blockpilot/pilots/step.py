@@ -29,6 +29,7 @@ from blockpilot.pilots.step_table import StepTable, StepTables
 from blockpilot.pilots.together import Together
 
 DRAFT_SIZES = (4, 8, 16)
+REVIEW = 4  # steps that keep a draft size: forecasts move slowly, and asking for one takes a request that is alone time
 WIDTH = 16  # candidates per position a tree may branch into
 
 
@@ -53,6 +54,7 @@ class StepPilot(Pilot):
             raise InputError(f"the forecast is for (draft sizes, chain) {given}, the pilot for {wanted}")
         self._tables = StepTables(self.costs, self.draft_sizes, self._forecast.num_nodes)
         self._checked: tuple[int, float] | None = None  # depth and promise of the last step's nodes; None: no draft
+        self._size, self._num_kept = 0, 0  # the draft size that was chosen last, and for how many more steps it holds
         self._together = Together()  # shared by all requests
         self._was_shared = False  # whether this request has ever decided with others
         switch.load_compiled()
@@ -69,12 +71,13 @@ class StepPilot(Pilot):
         """A copy that shares everything but what a request remembers."""
         started = copy.copy(self)
         started.recent, started.gate, started._checked, started._was_shared = Recent(), Gate(), None, False
+        started._num_kept = 0
         self._together.join(started)
         return started
 
     def forget(self) -> None:
         """Everything that steps have taught, as if the request and its batch had just begun."""
-        self.recent, self.gate, self._checked = Recent(), Gate(), None
+        self.recent, self.gate, self._checked, self._num_kept = Recent(), Gate(), None, 0
         self._together.forget()
 
     @property
@@ -88,12 +91,18 @@ class StepPilot(Pilot):
         if self._checked is not None:
             recent.record_steps([(inputs.last_emitted, *self._checked)])
             self._checked = None
+        if self._num_kept:
+            self._num_kept -= 1
+            return self._size
         count = bisect_right(self.draft_sizes, inputs.max_block_size)
         if not count:
             return 0
         table = self._tables.at(inputs.batch_size, inputs.context_length)
         best, rate = self._forecast.best_size(recent, table.step_ms, count, inputs.num_remaining)
-        return self.draft_sizes[best] if self._is_open(self.gate, table, best, rate) else 0
+        if not self._is_open(self.gate, table, best, rate):
+            return 0
+        self._size, self._num_kept = self.draft_sizes[best], 0 if self.gate.is_closed else REVIEW - 1  # or a probe
+        return self._size
 
     def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
         return self._grow(inputs, candidates).nodes

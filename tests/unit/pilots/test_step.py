@@ -13,7 +13,7 @@ from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.forecast import Forecast, Recent
 from blockpilot.pilots.gate import FIRST_WAIT, LAST_WAIT
-from blockpilot.pilots.step import StepPilot
+from blockpilot.pilots.step import REVIEW, StepPilot
 from tests.tiny import ScriptedDrafter, make_dflash, make_eagle3, make_llm
 from tests.unit.pilots.pieces import make_inputs, sure_candidates
 
@@ -49,12 +49,25 @@ def test_a_sure_drafter_is_asked_for_more_than_a_poor_one() -> None:
     for share in (0.3, 0.95):
         pilot = make_pilot(StepCosts.linear(draft=0.2, slope=0.01), is_chain=True)
         emitted = 0
-        for _ in range(12):
+        for _ in range(4 * REVIEW + 1):
             inputs = make_inputs(last_emitted=emitted)
             chosen[share] = pilot.choose(inputs)
             nodes = pilot.select(inputs, sure_candidates(share, depth=max(chosen[share], 2) - 1))
             emitted = 1 + (len(nodes) if share > 0.9 else 0)
     assert chosen[0.95] == 16 and chosen[0.3] < 16
+
+
+def test_a_draft_size_holds_for_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    best_size = Forecast.best_size
+    monkeypatch.setattr(Forecast, "best_size", lambda *given: asked.append(1) or best_size(*given))
+    pilot = make_pilot(StepCosts.linear(draft=0.2, slope=0.01))
+    for _ in range(2):  # a new request asks anew
+        own = pilot.start(None)
+        for _ in range(REVIEW + 1):
+            inputs = make_inputs(last_emitted=3)
+            own.select(inputs, sure_candidates(0.8, depth=own.choose(inputs) - 1))
+    assert len(asked) == 4
 
 
 def test_a_busier_batch_checks_less() -> None:

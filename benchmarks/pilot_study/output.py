@@ -169,8 +169,10 @@ def draw_figures(rows: Sequence[Row], out: Path, trained: int) -> list[Path]:
     paths = [out / "optimal_sizes.svg", out / "gains.svg"]
     with rc_context({"svg.hashsalt": "pilot", "font.size": 9}):  # the same rows give the same files
         spans = sorted({tuple(row["sizes"]) for row in optimal}, key=len, reverse=True)
+        widths = [len(span) for span in spans]
         histogram = Figure(figsize=(10.5, 3.2), layout="constrained")
-        for axes, span in zip(histogram.subplots(1, len(spans), squeeze=False)[0], spans, strict=True):
+        places = histogram.subplots(1, len(spans), squeeze=False, width_ratios=widths)[0]
+        for axes, span in zip(places, spans, strict=True):
             _draw_counts(axes, [row for row in optimal if tuple(row["sizes"]) == span])
         gains = Figure(figsize=(8, 1.2 + 0.27 * len(prefill)), layout="constrained")
         _draw_gains(gains.subplots(), prefill, trained)
@@ -181,25 +183,33 @@ def draw_figures(rows: Sequence[Row], out: Path, trained: int) -> list[Path]:
 
 
 def _draw_counts(axes: "Axes", rows: Sequence[Row]) -> None:
-    tasks = [row for row in rows if row["task"] != "all"]
-    for place, row in enumerate(tasks):
-        counts = list(row["counts"].values())
-        shift = (place - (len(tasks) - 1) / 2) * 0.8 / len(tasks)
-        shares = [100 * count / row["num_requests"] for count in counts]
-        axes.bar([index + shift for index in range(len(counts))], shares, width=0.8 / len(tasks), label=row["task"])
-    labels = list(tasks[0]["counts"])
+    """A row for each task, a column for each size; darker where more requests have their best."""
+    labels = list(rows[0]["counts"])
+    shares = [[100 * count / row["num_requests"] for count in row["counts"].values()] for row in rows]
+    highest = max(map(max, shares))
+    axes.imshow(shares, cmap="Greys", vmin=0, vmax=highest, aspect="auto")
+    for place, own in enumerate(shares):
+        for column, share in enumerate(own):
+            color = "white" if share > 0.6 * highest else "black"
+            axes.text(column, place, f"{share:.0f}" if share else "", ha="center", va="center", color=color)
     axes.set_xticks(range(len(labels)), labels)
-    axes.set(title=f"best of {len(labels)} sizes", xlabel="block size", ylabel="% of requests")
-    axes.legend()
+    axes.set_yticks(range(len(rows)), [f"{row['task']} ({row['num_requests']})" for row in rows])
+    axes.tick_params(length=0)
+    axes.set(title=f"best of {len(labels)} sizes, %", xlabel="block size")
 
 
 def _draw_gains(axes: "Axes", rows: Sequence[Row], trained: int) -> None:
     keys = {"gain_over_best_fixed": "over best fixed", "gain_over_trained": f"over fixed {trained}"}
-    for shift, (key, label) in zip((-0.13, 0.13), keys.items(), strict=True):
+    if all(row["gain_over_best_fixed"] == row["gain_over_trained"] for row in rows):
+        keys = {"gain_over_trained": f"over fixed {trained}, which is the best fixed size"}
+    for place, (key, label) in enumerate(keys.items()):
         values = [[100 * row[key][part] for part in ("value", "low", "high")] for row in rows]
         errors = [[abs(edge[0] - edge[side]) for edge in values] for side in (1, 2)]
-        places = [index + shift for index in range(len(rows))]
-        axes.errorbar([value for value, _, _ in values], places, xerr=errors, fmt="o", capsize=2, label=label)
+        places = [index + (place - (len(keys) - 1) / 2) * 0.26 for index in range(len(rows))]
+        means = [value for value, _, _ in values]
+        axes.errorbar(
+            means, places, xerr=errors, fmt="os"[place], color=("black", "grey")[place], capsize=2, label=label
+        )
     axes.axvline(0, color="grey", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
     axes.invert_yaxis()

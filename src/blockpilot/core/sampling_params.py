@@ -1,6 +1,5 @@
 """What a caller may ask of one request."""
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from struct import pack, unpack
@@ -8,6 +7,7 @@ from struct import pack, unpack
 from blockpilot.core.errors import InputError
 
 MAX_SEED = 2**63 - 1
+MAX_TEMPERATURE = 1e6  # all tokens are equally likely long before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise InputError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
+            raise InputError(
+                f"temperature must be 0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}, got {self.temperature}"
+            )
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.top_k < 0:

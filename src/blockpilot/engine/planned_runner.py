@@ -204,4 +204,7 @@ def _max_rows(config: DecoderConfig, num_slots: int, dtype: torch.dtype) -> int:
 def _bytes_needed(config: DecoderConfig, num_slots: int, context_length: int, max_rows: int, dtype: torch.dtype) -> int:
     row = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     cache = (num_slots + 1) * (context_length + MAX_TREE_NODES) * row
-    return (cache + max_rows * (config.vocab_size + 8 * config.hidden_size)) * dtype.itemsize
+    sizes = [size * count for size in REQUESTS if size <= round_up(num_slots, REQUESTS) for count in COUNTS]
+    kept = len(context_classes(context_length)) * sum(rows for rows in sizes if rows <= max_rows)  # of every pass
+    results = max_rows * (config.vocab_size + 8 * config.hidden_size) + kept * config.hidden_size
+    return (cache + results) * dtype.itemsize

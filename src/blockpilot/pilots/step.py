@@ -91,9 +91,10 @@ class StepPilot(Pilot):
         if self._checked is not None:
             recent.record_steps([(inputs.last_emitted, *self._checked)])
             self._checked = None
-        if self._num_kept:
+        if self._num_kept and self._size <= inputs.max_block_size:
             self._num_kept -= 1
             return self._size
+        self._num_kept = 0
         count = bisect_right(self.draft_sizes, inputs.max_block_size)
         if not count:
             return 0
@@ -186,7 +187,7 @@ class StepPilot(Pilot):
         together, (_, first) = self._together, team[0]
         weight = 1 / first.batch_size
         for pilot, _ in team:
-            pilot._was_shared = True
+            pilot._was_shared, pilot._num_kept = True, 0
         count = bisect_right(self.draft_sizes, first.max_block_size)  # all have one drafter
         if not count:
             together.recent.record_steps(_outcomes(team), weight)

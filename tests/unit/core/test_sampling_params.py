@@ -25,6 +25,7 @@ def test_edges_that_are_allowed():
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
+        ("temperature", 1e39),  # beyond what a GPU can be told
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("top_p", math.nan),

@@ -70,6 +70,16 @@ def test_a_draft_size_holds_for_some_steps(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(asked) == 4
 
 
+def test_a_kept_draft_size_ends_with_a_lower_limit_and_in_a_batch() -> None:
+    pilot = make_pilot(StepCosts.linear(draft=0.2, slope=0.01))
+    assert pilot.choose(make_inputs()) == 16
+    assert pilot.choose(make_inputs()._replace(max_block_size=3)) == 0
+    own = make_pilot(PADDED).start(None)
+    assert own.choose(make_inputs()) and own._num_kept
+    own.choose(make_inputs(batch_size=2))
+    assert not own._num_kept
+
+
 def test_a_busier_batch_checks_less() -> None:
     candidates = sure_candidates(0.7)
     sizes = [len(make_pilot(STEEP).select(make_inputs(batch_size=n), candidates)) for n in (1, 2, 8)]

@@ -25,7 +25,8 @@ still runs and waits for its results only where it needs them; `linear` meanwhil
 
 from blockpilot.models.gpu_kernels.attention import attend, choose_splits, rotate_attend
 from blockpilot.models.gpu_kernels.cache_rows import move_rows, rotate_store, store_context
-from blockpilot.models.gpu_kernels.products import gated_linear, linear, norm_gated_linear, norm_linear, routed_mlp
+from blockpilot.models.gpu_kernels.experts import routed_mlp
+from blockpilot.models.gpu_kernels.products import gated_linear, linear, norm_gated_linear, norm_linear
 from blockpilot.models.gpu_kernels.ranking import gumbel, rank_tokens, score_pairs, send
 from blockpilot.models.gpu_kernels.sublayers import add_norm, convolve, embed, gate
 

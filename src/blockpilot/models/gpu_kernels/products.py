@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, launch, sum_parts, wait
+from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, launch, sum_parts
 from blockpilot.models.gpu_kernels.sublayers import add_norm, gate
 from blockpilot.models.kernels_reference import Parts
 
@@ -141,82 +141,6 @@ def _multiply_few(  # type: ignore[no-untyped-def]
             ups += tl.sum(upper_rest.to(tl.float32) * right[None, :], axis=1)
             sums = sums / (1 + tl.exp(-sums)) * ups
         tl.store(out + token * num_rows + rows, sums.to(out.dtype.element_ty), mask=rows < num_rows)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _route(  # type: ignore[no-untyped-def]
-    logits, ids, shares, totals, used, num_tokens, num_used, part_stride,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, ACTIVE: tl.constexpr, PARTS: tl.constexpr,
-    IS_NORMALIZED: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
-):  # fmt: skip
-    wait(IS_OVERLAPPED)
-    tokens, experts = tl.arange(0, TOKENS), tl.arange(0, PAD)
-    is_token = tokens < num_tokens
-    is_place = is_token[:, None] & (experts < EXPERTS)[None, :]
-    places = tokens[:, None] * EXPERTS + experts[None, :]
-    x = sum_parts(logits, places, part_stride, is_place, PARTS)
-    x = tl.where((experts < EXPERTS)[None, :], x, float("-inf"))
-    x = tl.exp(x - tl.max(x, axis=1)[:, None])
-    x = x / tl.sum(x, axis=1)[:, None]
-    is_used = tl.zeros([PAD], tl.int32)
-    total = tl.zeros([TOKENS], tl.float32)
-    for rank in tl.static_range(0, ACTIVE):
-        share, expert = tl.max(x, axis=1, return_indices=True)
-        expert = tl.minimum(expert, EXPERTS - 1)  # not a number has no place
-        tl.store(ids + tokens * ACTIVE + rank, expert, mask=is_token)
-        tl.store(shares + tokens * ACTIVE + rank, share, mask=is_token)
-        total += share
-        is_taken = experts[None, :] == expert[:, None]
-        is_used = is_used | tl.max((is_taken & is_token[:, None]).to(tl.int32), axis=0)
-        x = tl.where(is_taken, -1.0, x)
-    tl.store(totals + tokens, total if IS_NORMALIZED else total * 0 + 1, mask=is_token)
-    count = tl.sum(is_used, axis=0)
-    tl.store(used + tl.cumsum(is_used, axis=0) - 1, experts, mask=is_used == 1)
-    rest = tl.arange(0, PAD)
-    tl.store(used + rest, tl.full([PAD], -1, tl.int32), mask=(rest >= count) & (rest < num_used))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _experts(  # type: ignore[no-untyped-def]
-    x, weight, ids, shares, totals, used, out, num_tokens, num_rows, size,
-    TOKENS: tl.constexpr, ACTIVE: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, IS_GATED: tl.constexpr,
-    IS_OVERLAPPED: tl.constexpr,
-):  # fmt: skip
-    wait(IS_OVERLAPPED)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    expert = tl.load(used + tl.program_id(1))
-    tokens, depth = tl.arange(0, TOKENS), tl.arange(0, DEPTH)
-    rank = tl.full([TOKENS], -1, tl.int32)
-    for one in tl.static_range(0, ACTIVE):
-        chosen = tl.load(ids + tokens * ACTIVE + one, mask=tokens < num_tokens, other=-2)
-        rank = tl.where(chosen == expert, one, rank)
-    is_mine = rank >= 0
-    pair = tokens * ACTIVE + tl.maximum(rank, 0)
-    last = tl.where(expert >= 0, size, 0)  # a program without an expert does nothing
-    is_row = rows < num_rows
-    height = num_rows * 2 if IS_GATED else num_rows
-    base = weight + (tl.maximum(expert, 0).to(tl.int64) * height + tl.where(is_row, rows, 0))[:, None] * size
-    read = tokens if IS_GATED else pair  # the first product reads the token, the second what the first made of it
-    inputs = x + read.to(tl.int64)[:, None] * size
-    sums = tl.zeros([ROWS, TOKENS], tl.float32)
-    ups = tl.zeros([ROWS, TOKENS], tl.float32)
-    for at in range(0, last, DEPTH):
-        is_depth = (at + depth < size)[None, :]
-        columns = tl.load(inputs + (at + depth)[None, :], mask=is_mine[:, None] & is_depth, other=0.0)
-        tile = tl.load(base + (at + depth)[None, :], mask=is_row[:, None] & is_depth, other=0.0)
-        sums = tl.dot(tile, tl.trans(columns), sums, input_precision="ieee")
-        if IS_GATED:
-            upper = base + num_rows.to(tl.int64) * size + (at + depth)[None, :]
-            tile = tl.load(upper, mask=is_row[:, None] & is_depth, other=0.0)
-            ups = tl.dot(tile, tl.trans(columns), ups, input_precision="ieee")
-    is_place = is_row[:, None] & is_mine[None, :]
-    if IS_GATED:
-        places = pair.to(tl.int64)[None, :] * num_rows + rows[:, None]
-        tl.store(out + places, (sums / (1 + tl.exp(-sums)) * ups).to(out.dtype.element_ty), mask=is_place)
-    else:
-        share = tl.load(shares + pair, mask=is_mine, other=0.0) / tl.load(totals + tokens, mask=is_mine, other=1.0)
-        places = (tl.maximum(rank, 0) * num_tokens + tokens).to(tl.int64)[None, :] * num_rows + rows[:, None]
-        tl.store(out + places, sums * share[None, :], mask=is_place)
 
 
 @dataclass(frozen=True)
@@ -378,41 +302,3 @@ def _multiply(
         IS_GATED=is_gated, IS_EARLY=plan.is_early, IS_OVERLAPPED=overlap, num_warps=plan.num_warps,
         num_stages=plan.num_stages, **launch(overlap),
     )  # fmt: skip
-
-
-def routed_mlp(x: Tensor, logits: Parts, gate_up: Tensor, down: Tensor, num_active: int, is_normalized: bool) -> Parts:
-    """Each token through its best experts: gate_up [experts, 2 * F, H], down [experts, H, F].
-
-    Only experts that were chosen are read. A program takes rows of one of them for all tokens at once, so no weight is
-    read twice. What the experts of a token yield are parts of the sum.
-    """
-    num_tokens, size = x.shape
-    num_experts, num_rows, inner = down.shape
-    num_used = min(num_experts, num_tokens * num_active)
-    ids = torch.empty(num_tokens, num_active, dtype=torch.int32, device=x.device)
-    shares = torch.empty(num_tokens, num_active, dtype=torch.float32, device=x.device)
-    totals = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
-    used = torch.empty(num_used, dtype=torch.int32, device=x.device)
-    tokens = max(MIN_TILE, triton.next_power_of_2(num_tokens))
-    overlap = can_overlap(x.device)
-    options: dict[str, Any] = {"IS_OVERLAPPED": overlap, **launch(overlap)}
-    route: Any = _route[(1,)]
-    route(
-        logits.values, ids, shares, totals, used, num_tokens, num_used, logits.stride, TOKENS=tokens,
-        EXPERTS=num_experts, PAD=triton.next_power_of_2(num_experts), ACTIVE=num_active, PARTS=logits.num_parts,
-        IS_NORMALIZED=is_normalized, num_warps=4 if tokens <= 16 else 8, **options,
-    )  # fmt: skip
-    middle = torch.empty(num_tokens * num_active, inner, dtype=x.dtype, device=x.device)
-    out = torch.empty(num_active, num_tokens, num_rows, dtype=torch.float32, device=x.device)
-    options |= {"TOKENS": tokens, "ACTIVE": num_active, "DEPTH": 64 if x.dtype == torch.float32 else 128}
-    first: Any = _experts[(triton.cdiv(inner, 32), num_used)]
-    first(
-        x, gate_up, ids, shares, totals, used, middle, num_tokens, inner, size, ROWS=32, IS_GATED=True, num_warps=4,
-        num_stages=3, **options,
-    )  # fmt: skip
-    second: Any = _experts[(triton.cdiv(num_rows, 64), num_used)]
-    second(
-        middle, down, ids, shares, totals, used, out, num_tokens, num_rows, inner, ROWS=64, IS_GATED=False, num_warps=4,
-        num_stages=3, **options,
-    )  # fmt: skip
-    return Parts(out, num_active) if num_active > 1 else Parts(out[0])

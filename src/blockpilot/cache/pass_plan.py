@@ -19,6 +19,7 @@ from blockpilot.core.tree import DraftTree
 from blockpilot.models.fused import PassInputs
 from blockpilot.models.gpu import fused_kernels
 from blockpilot.models.kernels_reference import Noise
+from blockpilot.models.trees_reference import Trees
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (2048, 1 << 30)  # how long slots are, roughly: long ones are read by more programs
@@ -26,6 +27,7 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 129)
 WORD = 32
 Words = tuple[int, int, int]  # temperature and seed of a request, `SamplingParams.words`
 GREEDY: Words = (0, 0, 0)
+NO_TREE = (0, 0)
 MASK_CODES = {1: "I", 2: "Q"}  # a mask of so many words is one number of this kind
 
 
@@ -52,6 +54,7 @@ class Staging:
         self._host = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(total, dtype=torch.int32, device=device)
         parts = [buffer.split(list(sizes.values())) for buffer in (self._host, self._device)]
+        self.places = dict(zip(sizes, parts[0], strict=True))  # `host` for those who write from the device
         self._numbers = self._host.numpy()
         self.memory = self._numbers.data
         self.host: dict[str, NDArray[Any]] = {name: part.numpy() for name, part in zip(sizes, parts[0], strict=True)}
@@ -90,9 +93,11 @@ class PassPlan:
             slots=num_requests,
             starts=num_requests,
             sampling=3 * num_requests,
+            limits=2 * num_requests,
             masks=num_tokens * words,
         )
         found = self.staging.device
+        self.limits = found["limits"].view(num_requests, 2)  # of trees that grow on the device: nodes and depth
         self.inputs = PassInputs(
             found["token_ids"],
             found["positions"],
@@ -101,16 +106,20 @@ class PassPlan:
             found["masks"].view(-1, words),
             context,
         )
+        # token ids and positions [R] of each request's first token
+        self.anchors = tuple(found[name].view(num_requests, count)[:, 0] for name in ("token_ids", "positions"))
         self._sampling = found["sampling"].view(3, num_requests)
-        host = self.staging.host
+        places, host = self.staging.places, self.staging.host
+        self.trees = Trees(places["token_ids"], places["positions"], places["masks"].view(-1, words))
         self._words = host["sampling"].reshape(3, num_requests)  # temperatures and seeds
         self._ids, self._positions = (host[name].reshape(num_requests, count) for name in ("token_ids", "positions"))
         self._slots, self._starts = host["slots"], host["starts"]
+        self._limits = host["limits"].reshape(num_requests, 2)
         self._masks = host["masks"].view(np.uint32).reshape(num_requests, count, words)
         self._slots[:] = spare_slot
         self._masks[:, :, 0] = 1
         self._mask_bytes = host["masks"].data.cast("B")
-        self._layout = Struct(f"<{2 * count + 5}i{4 * count * words}s")  # of all arrays, where there is one request
+        self._layout = Struct(f"<{2 * count + 7}i{4 * count * words}s")  # of all arrays, where there is one request
         self._blank = self.staging.copy()
         self.staging.send()
 
@@ -129,7 +138,7 @@ class PassPlan:
         if self.num_requests == 1:
             self._write_tree(*trees[0], lengths, words[0])
             return
-        starts = self._place([slot for slot, _ in trees], lengths, words)
+        starts = self.place([slot for slot, _ in trees], lengths, words)
         self._write_shapes([_tree_shape(tree.parents, self.count) for _, tree in trees], starts)
         write_rows(self._ids, [tree.token_ids for _, tree in trees])
 
@@ -139,13 +148,19 @@ class PassPlan:
         lengths: Sequence[int],
         words: Sequence[Words],
         mask_id: int,
+        limits: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """A drafter's block (slot, anchor id, position, size) behind each slot's rows; its tokens see each other."""
+        """A drafter's block (slot, anchor id, position, size) behind each slot's rows; its tokens see each other.
+
+        `limits` are those of the trees that grow out of the blocks, where that happens on the device.
+        """
         if self.num_requests == 1:
-            self._write_block(*blocks[0], lengths, words[0], mask_id)
+            self._write_block(*blocks[0], lengths, words[0], mask_id, limits[0] if limits else NO_TREE)
             return
         slots, anchor_ids, positions, sizes = zip(*blocks, strict=True)
-        self._place(slots, lengths, words)
+        self.place(slots, lengths, words)
+        if limits:
+            self._limits[: len(blocks)] = limits
         self._write_shapes([_block_shape(size, self.count) for size in sizes], positions)
         self._ids[:] = mask_id
         self._ids[: len(blocks), 0] = anchor_ids
@@ -156,18 +171,26 @@ class PassPlan:
         ids = (*tree.token_ids, *[0] * num_extra)
         positions = (*[start + depth for depth in tree.depths], *[start] * num_extra)
         masks = _pack_masks(_tree_masks(tree.parents), self.count)
-        self._layout.pack_into(self.staging.memory, 0, *ids, *positions, slot, start, *words, masks)
+        self._layout.pack_into(self.staging.memory, 0, *ids, *positions, slot, start, *words, *NO_TREE, masks)
 
     def _write_block(
-        self, slot: int, anchor_id: int, position: int, size: int, lengths: Sequence[int], words: Words, mask_id: int
+        self,
+        slot: int,
+        anchor_id: int,
+        position: int,
+        size: int,
+        lengths: Sequence[int],
+        words: Words,
+        mask_id: int,
+        limits: tuple[int, int],
     ) -> None:
         ids = (anchor_id, *[mask_id] * (self.count - 1))
         positions = (*range(position, position + size), *[position] * (self.count - size))
         _, masks = _block_shape(size, self.count)
-        self._layout.pack_into(self.staging.memory, 0, *ids, *positions, slot, lengths[slot], *words, masks)
+        self._layout.pack_into(self.staging.memory, 0, *ids, *positions, slot, lengths[slot], *words, *limits, masks)
 
-    def _place(self, slots: Sequence[int], lengths: Sequence[int], words: Sequence[Words]) -> list[int]:
-        """One request in each of these slots; where its rows start."""
+    def place(self, slots: Sequence[int], lengths: Sequence[int], words: Sequence[Words]) -> list[int]:
+        """One request in each of these slots; where its rows start. Its tokens are written next, or by a kernel."""
         if len(slots) < self.num_requests:
             self.clear()
         starts = [lengths[slot] for slot in slots]

@@ -31,8 +31,10 @@ MAX_CANDIDATES = 16
 @dataclass
 class DraftPass:
     plan: PassPlan
-    run: Callable[[], None]
     found: list[Any]  # the parts of the ranking, arrays on the host
+    run: Callable[[], None] = field(init=False)
+    fetch: Callable[[], None] = field(init=False)  # brings the ranking to the host
+    ranking: Ranking = field(init=False)  # on the device, of the last run
     _shown: dict[tuple[int, int, int], Candidates] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -110,14 +112,29 @@ class PlannedDFlashDrafter(DFlashDrafter):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
         """The candidates lie in buffers that later drafts write again: read them before."""
-        num_requests = round_up(len(requests), REQUESTS)
-        count = round_up(max([request.block_size for request in requests]), BLOCKS)
-        if num_requests * count > MAX_ROWS:
+        if not self.can_plan(len(requests), max([request.block_size for request in requests])):
             return super().propose(requests)
+        draft = self.find_pass(requests)
+        self.start(draft, requests)
+        draft.fetch()
+        wait_for(self.device)
+        return [
+            draft.candidates(row, request.block_size - 1, request.num_candidates)
+            for row, request in enumerate(requests)
+        ]
+
+    def can_plan(self, num_requests: int, block_size: int) -> bool:
+        return round_up(num_requests, REQUESTS) * round_up(block_size, BLOCKS) <= MAX_ROWS
+
+    def find_pass(self, requests: Sequence[DraftRequest]) -> DraftPass:
+        count = round_up(max([request.block_size for request in requests]), BLOCKS)
         wanted = max([request.num_candidates for request in requests])
         width = max(self._widths[0] if wanted == 1 else self._widths[-1], wanted)
         context = context_class([self.cache.lengths[request.slot] for request in requests])
-        draft = self._draft(num_requests, count, context, width)
+        return self._draft(round_up(len(requests), REQUESTS), count, context, width)
+
+    def start(self, draft: DraftPass, requests: Sequence[DraftRequest], limits: Sequence[tuple[int, int]] = ()) -> None:
+        """Run a pass without waiting for it; `limits` are those of `PassPlan.write_blocks`."""
         for request in requests:
             self.cache.append(request.slot, request.block_size)
         draft.plan.write_blocks(
@@ -125,13 +142,9 @@ class PlannedDFlashDrafter(DFlashDrafter):
             self.cache.lengths,
             [request.params.words for request in requests],
             self.model.config.mask_token_id,
+            limits,
         )
         draft.run()
-        wait_for(self.device)
-        return [
-            draft.candidates(row, request.block_size - 1, request.num_candidates)
-            for row, request in enumerate(requests)
-        ]
 
     def _draft(self, num_requests: int, count: int, context: int, width: int) -> DraftPass:
         key = (num_requests, count, context, width)
@@ -146,17 +159,22 @@ class PlannedDFlashDrafter(DFlashDrafter):
         first_hidden, first_logits, ranking = self._rank_blocks(plan, offsets, width)  # once, for the shapes
         hidden, logits = self._result_buffers(first_hidden, first_logits)
         host = ranking.like(_host_copy)
+        draft = DraftPass(plan, [None if part is None else part.numpy() for part in host.parts()])
 
         @torch.inference_mode()
         def run() -> None:
             plan.staging.send()
-            _, _, found = self._rank_blocks(plan, offsets, width, hidden, logits)
-            for part, place in zip(found.parts(), host.parts(), strict=True):
+            draft.ranking = self._rank_blocks(plan, offsets, width, hidden, logits)[2]
+
+        @torch.inference_mode()
+        def fetch() -> None:
+            for part, place in zip(draft.ranking.parts(), host.parts(), strict=True):
                 if part is not None and place is not None:
                     self.fused.layers.kernels.send(part, place)
 
-        found = [None if part is None else part.numpy() for part in host.parts()]
-        return DraftPass(plan, capture(run, self.device, self._pool), found)
+        draft.run = capture(run, self.device, self._pool)
+        draft.fetch = capture(fetch, self.device, self._pool)
+        return draft
 
     def _rank_blocks(
         self,
@@ -215,6 +233,10 @@ class PlannedDFlashDrafter(DFlashDrafter):
         books = selector.predecessor_codebook, selector.successor_codebook
         return layers.kernels.score_pairs(values, ids, anchor_ids, projected, *books, temperatures)
 
+    def store(self, taps: Tensor, rows: Tensor, positions: Tensor, slots: Tensor, starts: Tensor) -> None:
+        """Committed tokens into the cache, on the device: those in `rows` of the taps, as many for each request."""
+        self.fused.store_context(taps.index_select(0, rows), self.context_weight, positions, slots, starts)
+
     def _view(self, taps: Tensor, num_requests: int, count: int) -> tuple[Staging, Callable[[], None]]:
         """Observing from one result buffer of the target."""
         key = (num_requests, count)
@@ -229,13 +251,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
             @torch.inference_mode()
             def run() -> None:
                 staging.send()
-                self.fused.store_context(
-                    taps.index_select(0, given["rows"]),
-                    self.context_weight,
-                    given["positions"],
-                    given["slots"],
-                    given["starts"],
-                )
+                self.store(taps, *given.values())
 
             self._views[key] = staging, capture(run, self.device, self._pool)
         return self._views[key]

@@ -14,6 +14,7 @@ from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import Drafter, Observation
 from blockpilot.decoding.sampling import choose_tokens
+from blockpilot.engine.joint_step import build_joint
 from blockpilot.engine.runner import PassResult, TargetRunner
 from blockpilot.engine.scheduler import Scheduler
 from blockpilot.engine.sequence import Sequence
@@ -45,6 +46,7 @@ class Engine:
         self.runner = runner
         self.tokenizer = tokenizer
         self.drafter = drafter
+        self.joint = build_joint(runner, drafter)
         self.context_length = context_length
         self.eos_token_ids = frozenset(eos_token_ids)
         self.scheduler = Scheduler(token_budget)
@@ -88,7 +90,7 @@ class Engine:
             decoding = [sequence for sequence in self.scheduler.decoding if sequence.finish_reason is None]
             touched += [sequence for sequence in decoding if sequence not in touched]
             if decoding:
-                speculative_step(decoding, self.runner, self.drafter)
+                speculative_step(decoding, self.runner, self.drafter, self.joint)
         except BaseException:
             for sequence in touched:
                 self._retire(sequence)

@@ -44,6 +44,7 @@ class CheckPass:
     logits: Tensor  # [R * count, V]
     taps: Tensor | None  # of all rows that a pass may have
     run: Callable[[], None] = field(init=False)
+    best: Tensor = field(init=False)  # [R * count] the target's token after each
     hidden: Tensor | None = None  # [R * count, H], before the final norm
 
 
@@ -112,7 +113,7 @@ class PlannedRunner(TargetRunner):
         tap_layers: Collection[int],
         params: Collection[SamplingParams] = (),
     ) -> PassResult:
-        if round_up(len(trees), REQUESTS) * round_up(max([len(tree) for _, tree in trees]), COUNTS) > self.max_rows:
+        if not self.can_plan(len(trees), max([len(tree) for _, tree in trees])):
             return super().verify(trees, tap_layers, params)
         check = self._check(trees, tap_layers, params)
         num_rows = len(trees) * check.plan.count
@@ -126,10 +127,7 @@ class PlannedRunner(TargetRunner):
         params: Collection[SamplingParams],
     ) -> CheckPass:
         """Run a pass and wait for it. What it leaves lies in buffers that the next pass writes again."""
-        num_requests = round_up(len(trees), REQUESTS)
-        count = round_up(max([len(tree) for _, tree in trees]), COUNTS)
-        context = context_class([self.cache.lengths[slot] for slot, _ in trees])
-        check = self._pass(num_requests, count, context, tuple(tap_layers))
+        check = self.find_pass([slot for slot, _ in trees], max([len(tree) for _, tree in trees]), tap_layers)
         for slot, tree in trees:
             self.cache.append(slot, len(tree))
         words = [GREEDY if one.is_filtered else one.words for one in params] or [GREEDY] * len(trees)
@@ -137,6 +135,14 @@ class PlannedRunner(TargetRunner):
         check.run()
         wait_for(self.device)
         return check
+
+    def can_plan(self, num_requests: int, num_tokens: int) -> bool:
+        return round_up(num_requests, REQUESTS) * round_up(num_tokens, COUNTS) <= self.max_rows
+
+    def find_pass(self, slots: Collection[int], num_tokens: int, tap_layers: Collection[int]) -> CheckPass:
+        """The pass for that many tokens of each request, or more."""
+        context = context_class([self.cache.lengths[slot] for slot in slots])
+        return self._pass(round_up(len(slots), REQUESTS), round_up(num_tokens, COUNTS), context, tuple(tap_layers))
 
     def keep(self, paths: Collection[tuple[int, Collection[int]]]) -> None:
         moved = [(slot, path) for slot, path in paths if not is_contiguous(path)]
@@ -173,8 +179,8 @@ class PlannedRunner(TargetRunner):
         taps = None if check.taps is None else check.taps[:num_rows]
         check.hidden, normed = self.fused.forward(plan.inputs, tap_layers, taps)
         logits = self.fused.logits(normed, out=check.logits)
-        _, best, _ = self.fused.layers.kernels.rank_tokens(logits, 1, noise=plan.noise(1))
-        self.fused.layers.kernels.send(best[:, 0], self._best[:num_rows])
+        check.best = self.fused.layers.kernels.rank_tokens(logits, 1, noise=plan.noise(1))[1].flatten()
+        self.fused.layers.kernels.send(check.best, self._best[:num_rows])
 
     def _move(self, num_requests: int) -> tuple[Staging, Callable[[], None]]:
         if num_requests not in self._moves:

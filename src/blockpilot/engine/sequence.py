@@ -1,6 +1,7 @@
 """One request on its way through the engine. `commit` is the only place where an answer grows."""
 
 import time
+from collections.abc import Sequence as Collection
 from dataclasses import dataclass, field
 
 from blockpilot.core.records import Completion, StepRecord
@@ -66,7 +67,7 @@ class Sequence:
             steps[-1].emitted if steps else 0,
         )
 
-    def commit(self, token_ids: list[int] | tuple[int, ...]) -> int:
+    def commit(self, token_ids: Collection[int]) -> int:
         """Append tokens up to the one that ends the answer; returns how many were taken."""
         pieces = []
         for token_id in token_ids:

@@ -12,25 +12,72 @@ Requests in one step may differ in prompt length, draft size, tree shape, pilot 
 
 import time
 from collections.abc import Sequence as Collection
+from typing import NamedTuple
 
 from blockpilot.core.candidates import Candidates
+from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.records import StepRecord
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import Drafter, DraftRequest, Observation
 from blockpilot.decoding.sampling import choose_tokens
 from blockpilot.decoding.verification import Acceptance, accept
+from blockpilot.engine.joint_step import JointRequest, JointStep
 from blockpilot.engine.runner import PassResult, TargetRunner
 from blockpilot.engine.sequence import Sequence
 from blockpilot.pilots.base import PilotInputs
 from blockpilot.pilots.batch import choose_sizes, select_trees
 
 
-def speculative_step(sequences: Collection[Sequence], runner: TargetRunner, drafter: Drafter | None) -> None:
-    """Advance every sequence by one step; finished ones carry a finish_reason afterwards."""
+class Carried(NamedTuple):
+    """A step but for the answers' growth: what each request emits, what was checked for it, where the time went."""
+
+    emitted_ids: Collection[Collection[int]]
+    num_checked: Collection[int]
+    draft_seconds: float
+    verify_seconds: float
+    pilot_seconds: float
+
+
+def speculative_step(
+    sequences: Collection[Sequence], runner: TargetRunner, drafter: Drafter | None, joint: JointStep | None = None
+) -> None:
+    """Advance every sequence by one step; finished ones carry a finish_reason afterwards.
+
+    With `joint`, a GPU goes from the draft to the accepted tokens without the host, where it can.
+    """
     started = time.perf_counter()
     inputs = _inputs(sequences, drafter)
     sizes = _choose(sequences, inputs)
-    chosen = time.perf_counter()
+    choice_seconds = time.perf_counter() - started
+    carried = None if joint is None else _carry_out_jointly(sequences, inputs, sizes, joint)
+    if carried is None:
+        carried = _carry_out(sequences, inputs, sizes, runner, drafter)
+    counts = [sequence.commit(ids) for sequence, ids in zip(sequences, carried.emitted_ids, strict=True)]
+    seconds = time.perf_counter() - started
+    pilot_seconds = choice_seconds + carried.pilot_seconds
+    for sequence, size, num_checked, count in zip(sequences, sizes, carried.num_checked, counts, strict=True):
+        sequence.decode_seconds += seconds
+        sequence.steps.append(
+            StepRecord(
+                block_size=size,
+                verify_size=num_checked,
+                emitted=count,
+                draft_seconds=carried.draft_seconds,
+                verify_seconds=carried.verify_seconds,
+                pilot_seconds=pilot_seconds,
+            )
+        )
+
+
+def _carry_out(
+    sequences: Collection[Sequence],
+    inputs: Collection[PilotInputs],
+    sizes: Collection[int],
+    runner: TargetRunner,
+    drafter: Drafter | None,
+) -> Carried:
+    """Stage by stage; the host decides between them."""
+    started = time.perf_counter()
     candidates = _draft(sequences, sizes, drafter)
     drafted = time.perf_counter()
     trees = _select(sequences, inputs, candidates)
@@ -45,24 +92,45 @@ def speculative_step(sequences: Collection[Sequence], runner: TargetRunner, draf
     kept = [acceptance.path for acceptance in acceptances]
     runner.keep([(sequence.slot, path) for sequence, path in zip(sequences, kept, strict=True)])
     _observe(sequences, acceptances, result, drafter)  # a GPU works on it while the host makes text of tokens
-    counts = [
-        sequence.commit(acceptance.emitted_ids) for sequence, acceptance in zip(sequences, acceptances, strict=True)
-    ]
-    seconds = time.perf_counter() - started
-    draft_seconds, verify_seconds = drafted - chosen, verified - selected
-    pilot_seconds = (chosen - started) + (selected - drafted)
-    for sequence, size, tree, count in zip(sequences, sizes, trees, counts, strict=True):
-        sequence.decode_seconds += seconds
-        sequence.steps.append(
-            StepRecord(
-                block_size=size,
-                verify_size=len(tree),
-                emitted=count,
-                draft_seconds=draft_seconds,
-                verify_seconds=verify_seconds,
-                pilot_seconds=pilot_seconds,
-            )
-        )
+    return Carried(
+        [acceptance.emitted_ids for acceptance in acceptances],
+        [len(tree) for tree in trees],
+        draft_seconds=drafted - started,
+        verify_seconds=verified - selected,
+        pilot_seconds=selected - drafted,
+    )
+
+
+def _carry_out_jointly(
+    sequences: Collection[Sequence], inputs: Collection[PilotInputs], sizes: Collection[int], joint: JointStep
+) -> Carried | None:
+    """On the device alone; None where it must ask the host, or decodes plainly."""
+    plans = [sequence.pilot.ahead(given) for sequence, given in zip(sequences, inputs, strict=True)]
+    first = plans[0]
+    if first is None or max(sizes) < 2:
+        return None
+    requests = []
+    for sequence, given, size, plan in zip(sequences, inputs, sizes, plans, strict=True):
+        if plan is None or plan.is_chain != first.is_chain or plan.weights is not first.weights:
+            return None
+        if sequence.params.is_filtered or (size < 2 and given.num_remaining > 1):
+            return None
+        depth = min(size, given.num_remaining) - 1  # deeper tokens cannot be emitted
+        num_nodes = min(plan.num_nodes, MAX_TREE_NODES, depth if plan.is_chain else MAX_TREE_NODES * depth)
+        requests.append(JointRequest(_draft_request(sequence, max(size, 2)), num_nodes, depth))
+    num_tokens = 1 + max([request.num_nodes for request in requests])
+    if not joint.can_run(len(requests), max(sizes), num_tokens):
+        return None
+    joined = joint.run(requests, first)
+    for sequence, given, outcome in zip(sequences, inputs, joined.outcomes, strict=True):
+        sequence.pilot.learn(given, outcome)
+    return Carried(
+        joined.emitted_ids,
+        joined.num_checked,
+        joined.draft_seconds,
+        joined.verify_seconds,
+        joined.growth_seconds,
+    )
 
 
 def _inputs(sequences: Collection[Sequence], drafter: Drafter | None) -> list[PilotInputs]:
@@ -83,22 +151,22 @@ def _choose(sequences: Collection[Sequence], inputs: Collection[PilotInputs]) ->
 
 
 def _draft(sequences: Collection[Sequence], sizes: Collection[int], drafter: Drafter | None) -> list[Candidates | None]:
-    requests = [
-        DraftRequest(
-            slot=sequence.slot,
-            anchor_id=sequence.anchor_id,
-            position=sequence.anchor_position,
-            block_size=size,
-            num_candidates=sequence.pilot.num_candidates,
-            params=sequence.params,
-        )
-        for sequence, size in zip(sequences, sizes, strict=True)
-        if size > 1
-    ]
+    requests = [_draft_request(sequence, size) for sequence, size in zip(sequences, sizes, strict=True) if size > 1]
     if drafter is None or not requests:
         return [None] * len(sequences)
     proposals = iter(drafter.propose(requests))
     return [next(proposals) if size > 1 else None for size in sizes]
+
+
+def _draft_request(sequence: Sequence, block_size: int) -> DraftRequest:
+    return DraftRequest(  # in their order, as `Sequence.pilot_inputs` has it
+        sequence.slot,
+        sequence.anchor_id,
+        sequence.anchor_position,
+        block_size,
+        sequence.pilot.num_candidates,
+        sequence.params,
+    )
 
 
 def _select(

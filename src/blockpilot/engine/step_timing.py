@@ -24,7 +24,8 @@ from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.decoding.verification import accept
-from blockpilot.pilots.base import PilotInputs
+from blockpilot.engine.joint_step import JointRequest
+from blockpilot.pilots.base import Ahead, PilotInputs
 from blockpilot.pilots.batch import choose_sizes, select_trees
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import CostPoint, StepCosts
@@ -84,18 +85,23 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
     num_rounds = plan.num_rounds
     for done, (batch_size, context) in enumerate(places):
         report(f"batch {batch_size}, context {context}", done, len(places))
+        is_first = context == plan.contexts[0]
         with _filled_slots(llm, batch_size, context) as bench:
-            passes = bench.passes(plan, with_drafts=context == plan.contexts[0])
+            passes = bench.passes(plan, with_drafts=is_first)
             times = _time_rounds(passes, plan.num_rounds, plan.budget_seconds / len(places))
             num_rounds = min([num_rounds, *map(len, times.values())])
             if batch_size not in overheads:
                 overheads[batch_size] = float(np.median([bench.overhead() for _ in range(3)]))
             first = next(iter(overheads.values()))
             more = max(overheads[batch_size] - first, 0.0)  # a larger batch has more to keep and to show the drafter
+            joint_ms = float(np.median(times["draft", bench.joint_size])) if bench.joint_size else 0.0
             for (kind, tokens), values in times.items():
-                found = drafts if kind == "draft" else checks
-                extra = more if kind == "verify" else 0.0
-                found.append(_point([value + extra for value in values], tokens, batch_size, context))
+                if kind == "verify":
+                    extra = more - (joint_ms if tokens > 1 else 0.0)
+                    values = [max(value + extra, 0.0) for value in values]
+                    checks.append(_point(values, tokens, batch_size, context))
+                elif is_first:
+                    drafts.append(_point(values, tokens, batch_size, context))
     report("draft and check times", len(places), len(places))
     overhead = next(iter(overheads.values()))
     facts = {**key, "num_rounds": num_rounds}
@@ -110,7 +116,11 @@ class _Bench:
         self.tap_layers = self.drafter.tap_layers if self.drafter else ()
         self.vocab_size = self.runner.decoder.config.vocab_size
         self.random = random.Random(0)
+        self.joint = llm.engine.joint
+        self.joint_size = min(NUM_POSITIONS + 1, self.drafter.max_block_size) if self.joint and self.drafter else 0
         self.candidates = stack_candidates([_make_candidates(self.vocab_size)] * len(slots))
+        weights = Calibration.identity().plain_weights
+        self.ahead = Ahead(0, weights=(weights, weights))
         self.pilots: dict[int, list[StepPilot]] = {}  # by tokens per request
 
     def fill(self, token_budget: int) -> None:
@@ -131,11 +141,16 @@ class _Bench:
             limit = self.drafter.max_block_size
             for size in sorted({min(size, limit) for size in plan.draft_sizes}):
                 found["draft", size] = lambda size=size: self.draft(size)  # type: ignore[misc]
+        if self.joint_size:
+            found["draft", self.joint_size] = lambda: self.draft(self.joint_size)
         return found
 
     def draft(self, block_size: int) -> None:
         assert self.drafter is not None
-        requests = [
+        self.drafter.propose(self._requests(block_size))
+
+    def _requests(self, block_size: int) -> list[DraftRequest]:
+        return [
             DraftRequest(
                 slot=slot,
                 anchor_id=self._tokens(1)[0],
@@ -146,10 +161,20 @@ class _Bench:
             )
             for slot in self.slots
         ]
-        self.drafter.propose(requests)
 
     def verify(self, tokens: int) -> None:
-        """Decide on a tree of that many tokens for each request, check it and walk it, as a step does."""
+        """Decide on a tree of that many tokens for each request, check it and walk it, as a step does.
+
+        Where the device does that without the host, it does so right behind a draft of `joint_size`.
+        """
+        if self.joint is not None and tokens > 1:
+            self.joint.check(
+                [JointRequest(draft, tokens - 1, self.joint_size - 1) for draft in self._requests(self.joint_size)],
+                self.ahead,
+            )
+            for slot in self.slots:
+                self.runner.cache.keep(slot, [])
+            return
         trees = list(zip(self.slots, self._select(tokens), strict=True))
         result = self.runner.verify(trees, self.tap_layers)
         best = result.best_ids()

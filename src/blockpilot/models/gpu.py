@@ -3,9 +3,11 @@
 import gc
 import importlib.util
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -92,6 +94,30 @@ def graph_pool(device: torch.device) -> Any:
 def wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+class Stopwatch:
+    """When a device comes by marks between passes, without waiting for it at more than one of them."""
+
+    def __init__(self, device: torch.device, num_marks: int = 4) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(num_marks)] if device.type == "cuda" else []
+        self._times = [0.0] * num_marks
+
+    def mark(self, index: int) -> None:
+        if self._events:
+            self._events[index].record()
+        else:
+            self._times[index] = time.perf_counter()
+
+    def wait(self, index: int) -> None:
+        if self._events:
+            self._events[index].synchronize()
+
+    def seconds(self) -> list[float]:
+        """Between each mark and the next. All must have been waited for."""
+        if self._events:
+            return [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._events)]
+        return [after - before for before, after in pairwise(self._times)]
 
 
 def check_memory(device: torch.device, num_bytes: int, what: str) -> None:

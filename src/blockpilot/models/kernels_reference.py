@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockpilot.models.noise import gumbel_noise
+from blockpilot.models.trees_reference import Blocks, Trees
+from blockpilot.models.trees_reference import accept_trees as accept_trees
+from blockpilot.models.trees_reference import grow_trees as grow_trees
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,16 @@ class Kernels(Protocol):
         self, scores: Tensor, ids: Tensor, anchor_ids: Tensor, projected: Tensor, before: Tensor, behind: Tensor,
         temperatures: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    def grow_trees(
+        self, blocks: Blocks, weights: Tensor | None, temperatures: Tensor, limits: Tensor, anchors: Tensor,
+        starts: Tensor, trees: Trees, parents: Tensor, report: Tensor, *, is_chain: bool,
+    ) -> None: ...  # fmt: skip
+
+    def accept_trees(
+        self, best: Tensor, token_ids: Tensor, parents: Tensor, starts: Tensor, paths: Tensor, counts: Tensor,
+        rows: Tensor, positions: Tensor, accepted: Tensor,
+    ) -> None: ...  # fmt: skip
 
 
 def linear(x: Tensor, weight: Tensor, num_processors: int, *, out: Tensor | None = None) -> Parts:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from blockpilot.core.candidates import Candidates
+from blockpilot.core.candidates import Candidates, FloatArray
 from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.tree import DraftTree
 
@@ -41,6 +41,22 @@ class PilotInputs(NamedTuple):
     trained_block_size: int
     temperature: float
     last_emitted: int  # tokens the last step emitted; 0 before the first
+
+
+class Ahead(NamedTuple):
+    """What to check, said before the draft: its likeliest nodes. An engine may then take them without asking again."""
+
+    num_nodes: int
+    is_chain: bool = False  # only the best child of each
+    weights: tuple[FloatArray, FloatArray] | None = None  # calibrations of requests that are greedy, and that sample
+
+
+class Outcome(NamedTuple):
+    """What became of nodes that were taken so."""
+
+    depth: int  # of the deepest; 0: none was taken
+    promised: float  # tokens that they bring if their probabilities are right
+    head: Sequence[float]  # how likely the draft's best chain is right up to its first positions
 
 
 Asked = tuple["Pilot", PilotInputs]  # a request before its draft
@@ -76,6 +92,14 @@ class Pilot(ABC):
 
     @abstractmethod
     def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes: ...
+
+    def ahead(self, inputs: PilotInputs) -> Ahead | None:
+        """After `choose`, what `select` will do; None: it must see the draft."""
+        return None
+
+    def learn(self, inputs: PilotInputs, outcome: Outcome) -> None:
+        """Instead of `select`, where the engine has done what `ahead` said. Nothing is remembered here."""
+        return
 
     def select_tree(self, inputs: PilotInputs, candidates: Candidates, anchor_id: int) -> DraftTree:
         """The selected nodes behind their anchor, as many as one check takes; deeper ones could not be emitted."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from blockpilot.core.candidates import Candidates, shared_stack
 from blockpilot.core.tree import DraftTree
 from blockpilot.pilots import switch
-from blockpilot.pilots.base import Drafted, Nodes, Pilot, PilotInputs
+from blockpilot.pilots.base import Ahead, Drafted, Nodes, Pilot, PilotInputs
 from blockpilot.pilots.growth import NO_WEIGHTS, exponentials, falling_costs, grow_chain, grow_stacked, grow_tree
 
 TREE_WIDTH = 16  # candidates per position a tree may branch into
@@ -46,6 +46,9 @@ class FixedPilot(Pilot):
     def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
         return grow_chain(candidates, self.block_size - 1)
 
+    def ahead(self, inputs: PilotInputs) -> Ahead:
+        return Ahead(self.block_size - 1, is_chain=True)
+
 
 @dataclass(frozen=True)
 class TreePilot(Pilot):
@@ -67,6 +70,9 @@ class TreePilot(Pilot):
 
     def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
         return grow_tree(candidates, self.num_nodes)
+
+    def ahead(self, inputs: PilotInputs) -> Ahead:
+        return Ahead(self.num_nodes)
 
     def select_trees(self, team: Sequence[Drafted]) -> list[DraftTree]:
         drafts = [candidates for _, _, candidates, _ in team]

@@ -18,7 +18,7 @@ from blockpilot.core.candidates import Candidates, CandidateStack, shared_stack
 from blockpilot.core.errors import InputError
 from blockpilot.core.tree import DraftTree
 from blockpilot.pilots import switch
-from blockpilot.pilots.base import Asked, Drafted, Nodes, Pilot, PilotInputs, PrefillState
+from blockpilot.pilots.base import Ahead, Asked, Drafted, Nodes, Outcome, Pilot, PilotInputs, PrefillState
 from blockpilot.pilots.batch import in_groups
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts, Values
@@ -55,6 +55,9 @@ class StepPilot(Pilot):
         self._tables = StepTables(self.costs, self.draft_sizes, self._forecast.num_nodes)
         self._checked: tuple[int, float] | None = None  # depth and promise of the last step's nodes; None: no draft
         self._size, self._num_kept = 0, 0  # the draft size that was chosen last, and for how many more steps it holds
+        self._num_nodes = 0  # chosen with it, where checks are padded
+        sampled = self.calibration if self.sampled is None else self.sampled
+        self._weights = self.calibration.plain_weights, sampled.plain_weights
         self._together = Together()  # shared by all requests
         self._was_shared = False  # whether this request has ever decided with others
         switch.load_compiled()
@@ -99,8 +102,13 @@ class StepPilot(Pilot):
         if not count:
             return 0
         table = self._tables.at(inputs.batch_size, inputs.context_length)
-        best, rate = self._forecast.best_size(recent, table.step_ms, count, inputs.num_remaining)
-        if not self._is_open(self.gate, table, best, rate):
+        if self._is_padded:
+            best, self._num_nodes = self._choose_check(recent, self.gate, table, count)
+            is_open = best >= 0
+        else:
+            best, rate = self._forecast.best_size(recent, table.step_ms, count, inputs.num_remaining)
+            is_open = self._is_open(self.gate, table, best, rate)
+        if not is_open:
             return 0
         self._size, self._num_kept = self.draft_sizes[best], 0 if self.gate.is_closed else REVIEW - 1  # or a probe
         return self._size
@@ -110,6 +118,16 @@ class StepPilot(Pilot):
 
     def select_tree(self, inputs: PilotInputs, candidates: Candidates, anchor_id: int) -> DraftTree:
         return self._grow(inputs, candidates).tree(anchor_id).up_to(inputs.num_remaining - 1)
+
+    def ahead(self, inputs: PilotInputs) -> Ahead | None:
+        if not self._is_padded:
+            return None
+        return Ahead(self._decided_nodes(inputs), self.is_chain, self._weights)
+
+    def learn(self, inputs: PilotInputs, outcome: Outcome) -> None:
+        recent, weight = self._memory(inputs)
+        recent.record_drafts([outcome.head], weight)
+        self._checked = outcome.depth, outcome.promised
 
     def choose_sizes(self, team: Sequence[Asked]) -> list[int]:
         if not self._is_shared(team[0][1]):
@@ -130,8 +148,8 @@ class StepPilot(Pilot):
     def _grow(self, inputs: PilotInputs, candidates: Candidates) -> Growth:
         recent, weight = self._memory(inputs)
         num_positions = candidates.num_positions
-        if weight < 1:
-            costs = falling_costs(self._together.num_nodes)  # the number is decided: take them all
+        if self._is_padded:
+            costs = falling_costs(self._decided_nodes(inputs))  # take them all
         else:
             table = self._tables.at(inputs.batch_size, inputs.context_length)
             costs = table.growth(num_positions + 1)
@@ -170,8 +188,16 @@ class StepPilot(Pilot):
     def _calibration(self, temperature: float) -> Calibration:
         return self.sampled if self.sampled is not None and temperature > 0 else self.calibration
 
+    @property
+    def _is_padded(self) -> bool:
+        """Whether the number of nodes is decided before the draft: where a check is padded to one of few sizes."""
+        return bool(self.costs.padding)
+
     def _is_shared(self, inputs: PilotInputs) -> bool:
-        return inputs.batch_size > 1 and bool(self.costs.padding)
+        return inputs.batch_size > 1 and self._is_padded
+
+    def _decided_nodes(self, inputs: PilotInputs) -> int:
+        return self._together.num_nodes if self._is_shared(inputs) else self._num_nodes
 
     def _memory(self, inputs: PilotInputs) -> tuple[Recent, float]:
         """What decisions look at, and what a draft or step of this request weighs there: below 1 where it is shared."""
@@ -203,11 +229,17 @@ class StepPilot(Pilot):
     def _begin_round(self, inputs: PilotInputs, count: int) -> None:
         together = self._together
         table = self._tables.at(inputs.batch_size, inputs.context_length)
-        best, together.num_nodes, rate = self._forecast.best_check(together.recent, table.step_ms, count)
-        is_open = self._is_open(together.gate, table, best, rate)
-        together.draft_size = self.draft_sizes[best] if is_open else 0
-        if is_open and together.gate.is_closed:  # a probe that checked nothing would teach nothing
-            together.num_nodes = max(together.num_nodes, int(self._limits(table, best).argmax()))
+        best, together.num_nodes = self._choose_check(together.recent, together.gate, table, count)
+        together.draft_size = self.draft_sizes[best] if best >= 0 else 0
+
+    def _choose_check(self, recent: Recent, gate: Gate, table: StepTable, count: int) -> tuple[int, int]:
+        """Which draft size, and how many nodes to check; -1: do not draft."""
+        best, num_nodes, rate = self._forecast.best_check(recent, table.step_ms, count)
+        if not self._is_open(gate, table, best, rate):
+            return -1, 0
+        if gate.is_closed:  # a probe that checked nothing would teach nothing
+            num_nodes = max(num_nodes, int(self._limits(table, best).argmax()))
+        return best, num_nodes
 
     def _is_open(self, gate: Gate, table: StepTable, best: int, rate: float) -> bool:
         """Whether to draft at the best size, which promises so many tokens per millisecond."""

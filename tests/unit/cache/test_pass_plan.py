@@ -27,6 +27,7 @@ def read(plan: PassPlan) -> dict[str, np.ndarray]:
     found = {name: array.copy() for name, array in plan.staging.host.items()}
     masks = found["masks"].view(np.uint8).reshape(plan.num_requests, plan.count, -1)
     shaped = {name: found[name].reshape(plan.num_requests, plan.count) for name in ("token_ids", "positions")}
+    shaped["limits"] = found["limits"].reshape(plan.num_requests, 2)
     shaped["sampling"] = found["sampling"].reshape(3, plan.num_requests).T
     return found | shaped | {"masks": np.unpackbits(masks, axis=-1, bitorder="little")}
 
@@ -59,10 +60,11 @@ def test_trees_of_different_sizes_side_by_side() -> None:
 def test_blocks_of_different_sizes_side_by_side() -> None:
     blocks = [(1, 9, 23, 6), (3, 8, 41, 2), (0, 7, 11, 8)]
     together = make_plan(4, 8)
-    together.write_blocks(blocks, LENGTHS, WORDS[: len(blocks)], mask_id=2)
+    limits = [(15, 5), (3, 1), (0, 0)]
+    together.write_blocks(blocks, LENGTHS, WORDS[: len(blocks)], 2, limits)
     for row, (block, words) in enumerate(zip(blocks, WORDS[:3], strict=True)):
         alone = make_plan(1, 8)
-        alone.write_blocks([block], LENGTHS, [words], mask_id=2)
+        alone.write_blocks([block], LENGTHS, [words], 2, [limits[row]])
         for name, array in read(alone).items():
             np.testing.assert_array_equal(read(together)[name][row : row + 1], array)
 

@@ -17,6 +17,8 @@
     send           numbers from the host's memory to the device, or back
     store_context  a drafter's keys and values of committed tokens into their cache rows
     move_rows      accepted cache rows to their places
+    grow_trees     the likeliest nodes of drafted blocks, calibrated, as the trees that a check reads
+    accept_trees   the walk along the target's own tokens, and which rows and tokens it keeps
 
 What differs from step to step (slots, lengths, masks) is read from device memory, so that a pass can be captured once
 as a CUDA graph and replayed for ever. On GPUs that can (Hopper and later) a kernel is launched while the one before it
@@ -29,8 +31,10 @@ from blockpilot.models.gpu_kernels.experts import routed_mlp
 from blockpilot.models.gpu_kernels.products import gated_linear, linear, norm_gated_linear, norm_linear
 from blockpilot.models.gpu_kernels.ranking import gumbel, rank_tokens, score_pairs, send
 from blockpilot.models.gpu_kernels.sublayers import add_norm, convolve, embed, gate
+from blockpilot.models.gpu_kernels.trees import accept_trees, grow_trees
 
 __all__ = [
+    "accept_trees",
     "add_norm",
     "attend",
     "choose_splits",
@@ -38,6 +42,7 @@ __all__ = [
     "embed",
     "gate",
     "gated_linear",
+    "grow_trees",
     "gumbel",
     "linear",
     "move_rows",

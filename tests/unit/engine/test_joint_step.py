@@ -1,0 +1,130 @@
+"""Steps that a device takes alone emit what the host's would. Here with the kernels' reference implementation."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from blockpilot.core.records import Completion
+from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.engine.joint_step import Joined, JointRequest, JointStep
+from blockpilot.engine.llm import LLM
+from blockpilot.engine.planned_runner import PlannedRunner
+from blockpilot.pilots.base import Ahead
+from blockpilot.pilots.calibration import Calibration
+from blockpilot.pilots.cost_model import StepCosts
+from blockpilot.pilots.step import StepPilot
+from tests.tiny import make_dflash, make_llm
+from tests.unit.engine.test_planned import PROMPTS, make_planned
+
+PADDED = replace(StepCosts.linear(draft=0.05, slope=0.01), padding=PlannedRunner.padding)
+SAMPLING = {
+    "greedy": SamplingParams(max_new_tokens=30),
+    "T=0.7": SamplingParams(max_new_tokens=30, temperature=0.7, seed=3),
+}
+
+
+class Runs(list[int]):
+    """How many requests each joint step had."""
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    counted, run = Runs(), JointStep.run
+
+    def count(self: JointStep, requests: Sequence[JointRequest], ahead: Ahead) -> Joined:
+        counted.append(len(requests))
+        return run(self, requests, ahead)
+
+    monkeypatch.setattr(JointStep, "run", count)
+    return counted
+
+
+def build(*, is_second: bool = True, is_joint: bool = True, name: str = "qwen3", **options: object) -> LLM:
+    with pytest.MonkeyPatch.context() as patch:
+        llm = make_planned(patch, name, drafter=make_dflash(name, is_second=is_second), **options)
+    assert llm.engine.joint is not None
+    if not is_joint:
+        llm.engine.joint = None
+    return llm
+
+
+def emitted(answers: Sequence[Completion]) -> list[list[int]]:
+    return [[step.emitted for step in answer.steps] for answer in answers]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("is_second", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_answers_are_plain_decodings(runs: Runs, name: str, is_second: bool, sampling: str) -> None:
+    llm, host = build(name=name, is_second=is_second), build(name=name, is_second=is_second, is_joint=False)
+    params = SAMPLING[sampling]
+    plain = [answer.token_ids for answer in llm.generate(PROMPTS, params, pilot="ar", is_raw=True)]
+    assert not runs
+    for pilot in ("fixed:4", "fixed:16", "tree:15", "tree:70"):
+        found = llm.generate(PROMPTS, params, pilot=pilot, is_raw=True)
+        assert [answer.token_ids for answer in found] == plain
+        assert max(runs, default=0) == len(PROMPTS) or (name, pilot) == ("qwen3_moe", "tree:70")  # too many rows
+        runs.clear()
+        expected = host.generate(PROMPTS, params, pilot=pilot, is_raw=True)
+        assert not runs
+        if pilot.startswith("fixed"):
+            assert emitted(found) == emitted(expected)
+        else:  # where paths are nearly equal, other nodes may be taken
+            ours, theirs = (sum(map(len, emitted(answers))) for answers in (found, expected))
+            assert ours == pytest.approx(theirs, rel=0.1)
+            assert all(answer.steps[0].verify_size == int(pilot[5:]) + 1 for answer in found)
+    assert llm.engine.runner.cache.num_free == 4
+
+
+class WatchedPilot(StepPilot):
+    """Remembers the pilots of its requests."""
+
+    def start(self, prefill: object) -> StepPilot:
+        started = super().start(None)
+        self.calibration.__dict__.setdefault("started", []).append(started)
+        return started
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_adaptive_pilots_learn_as_on_the_host(runs: Runs, num_prompts: int) -> None:
+    sizes, memories = [], []
+    for is_joint in (True, False):
+        llm, pilot = build(is_joint=is_joint, costs=PADDED), WatchedPilot(Calibration.identity(), PADDED)
+        found = llm.generate(PROMPTS[:num_prompts], SAMPLING["greedy"], pilot=[pilot] * num_prompts, is_raw=True)
+        plain = llm.generate(PROMPTS[:num_prompts], SAMPLING["greedy"], pilot="ar", is_raw=True)
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
+        sizes.append([[(one.block_size, one.verify_size) for one in answer.steps[:4]] for answer in found])
+        started = pilot.calibration.__dict__["started"][0]
+        recent = started.recent if num_prompts == 1 else started._together.recent
+        memories.append((recent.average, recent.expected, recent.promised, recent.kept))
+    assert bool(runs) and sizes[0] == sizes[1]
+    assert memories[0] == pytest.approx(memories[1], rel=0.1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5])
+def test_short_answers_end_where_they_should(runs: Runs, num_tokens: int) -> None:
+    llm = build()
+    params = [SamplingParams(max_new_tokens=num_tokens + index, ignore_eos=True) for index in range(4)]
+    plain = llm.generate(PROMPTS, params, pilot="ar", is_raw=True)
+    for pilot in ("fixed:8", "tree:20"):
+        found = llm.generate(PROMPTS, params, pilot=pilot, is_raw=True)
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
+    assert runs
+
+
+def test_what_the_device_cannot_do_goes_the_hosts_way(runs: Runs) -> None:
+    llm = build(costs=StepCosts.linear(draft=0.05, slope=0.01))
+    filtered = SamplingParams(max_new_tokens=12, temperature=1.0, top_k=5, seed=1)
+    plain = llm.generate(PROMPTS, filtered, pilot="ar", is_raw=True)
+    for params, pilot in [(filtered, "tree:7"), (SAMPLING["greedy"], "step")]:
+        found = llm.generate(PROMPTS, params, pilot=pilot, is_raw=True)
+        assert params is not filtered or [answer.token_ids for answer in found] == [one.token_ids for one in plain]
+    mixed = ["fixed:4", "tree:7", "ar", "fixed:4"]
+    llm.generate(PROMPTS, SAMPLING["greedy"], pilot=mixed, is_raw=True)
+    assert set(runs) <= {1, 2}  # when only requests of one kind are left
+
+
+def test_other_drafters_and_devices_have_no_joint_steps() -> None:
+    assert make_llm("qwen3", drafter=make_dflash("qwen3")).engine.joint is None
+    assert make_llm("qwen3", drafter="ngram").engine.joint is None

@@ -106,8 +106,8 @@ class PassPlan:
             found["masks"].view(-1, words),
             context,
         )
-        # token ids and positions [R] of each request's first token
-        self.anchors = tuple(found[name].view(num_requests, count)[:, 0] for name in ("token_ids", "positions"))
+        self.anchors = found["token_ids"].view(num_requests, count)[:, 0]  # the first token of each request, ..
+        self.anchor_positions = found["positions"].view(num_requests, count)[:, 0]  # .. and where it stands
         self._sampling = found["sampling"].view(3, num_requests)
         places, host = self.staging.places, self.staging.host
         self.trees = Trees(places["token_ids"], places["positions"], places["masks"].view(-1, words))

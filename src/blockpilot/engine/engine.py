@@ -18,7 +18,7 @@ from blockpilot.engine.joint_step import build_joint
 from blockpilot.engine.runner import PassResult, TargetRunner
 from blockpilot.engine.scheduler import Scheduler
 from blockpilot.engine.sequence import Sequence
-from blockpilot.engine.speculative_step import speculative_step
+from blockpilot.engine.speculative_step import Flight, begin, land
 from blockpilot.pilots.base import Pilot, PrefillState
 from blockpilot.text.detokenizer import IncrementalDetokenizer
 from blockpilot.text.tokenizer import Tokenizer
@@ -50,6 +50,9 @@ class Engine:
         self.context_length = context_length
         self.eos_token_ids = frozenset(eos_token_ids)
         self.scheduler = Scheduler(token_budget)
+        self._flight: Flight | None = None  # the step on its way
+        self._landed: list[Sequence] = []  # requests that a step has brought something, whose text may not be known
+        self._news: list[Update] = []  # not yet handed over
         self._next_id = 0
         self._shown: dict[int, int] = {}  # request id -> characters already reported
 
@@ -78,24 +81,56 @@ class Engine:
         return self.scheduler.has_work
 
     def step(self) -> list[Update]:
-        """Advance everything by one prefill pass and one decoding step."""
+        """Advance everything by one prefill pass and one decoding step.
+
+        A step that a device takes alone is begun here and ends with the next call: meanwhile the host makes text of the
+        tokens of the step before, and the caller does what it does with them.
+        """
+        self.settle()
+        self._tell([sequence for sequence in self._landed if sequence.finish_reason])  # their slots are free now
+        touched, self._landed = [sequence for sequence in self._landed if sequence.slot >= 0], []
         while self.scheduler.waiting and self.runner.cache.num_free:
             self.scheduler.next_waiting().slot = self.runner.cache.reserve()
-        touched: list[Sequence] = []
+        in_pass: list[Sequence] = []  # requests that fail if the pass does
         try:
             chunks = self.scheduler.prefill_chunks()
-            touched = [sequence for sequence, _ in chunks]
+            in_pass = [sequence for sequence, _ in chunks]
             if chunks:
                 self._prefill(chunks)
-            decoding = [sequence for sequence in self.scheduler.decoding if sequence.finish_reason is None]
-            touched += [sequence for sequence in decoding if sequence not in touched]
-            if decoding:
-                speculative_step(decoding, self.runner, self.drafter, self.joint)
+            touched += in_pass
+            in_pass = [sequence for sequence in self.scheduler.decoding if sequence.finish_reason is None]
+            if in_pass:
+                self._flight = begin(in_pass, self.runner, self.drafter, self.joint)
+                if self._flight.is_over:
+                    touched += [sequence for sequence in self._land() if sequence not in touched]
         except BaseException:
-            for sequence in touched:
+            self._flight = None
+            for sequence in in_pass:
                 self._retire(sequence)
             raise
-        return [self._report(sequence) for sequence in touched if sequence.output_ids]
+        self._tell(touched)
+        news, self._news = self._news, []
+        return news
+
+    def settle(self) -> None:
+        """End the step that is on its way, if there is one. What it brought is reported by the next `step`."""
+        if self._flight is None:
+            return
+        sequences = self._flight.sequences
+        try:
+            self._landed += self._land()
+        except BaseException:
+            for sequence in sequences:
+                self._retire(sequence)
+            raise
+
+    def _tell(self, sequences: Iterable[Sequence]) -> None:
+        self._news += [self._report(sequence) for sequence in sequences if sequence.output_ids and sequence.slot >= 0]
+
+    def _land(self) -> list[Sequence]:
+        assert self._flight is not None
+        flight, self._flight = self._flight, None
+        return land(flight, self.joint)
 
     def abort(self, request_id: int) -> Completion | None:
         """End a request now; its slot is free again. None when it has already left."""
@@ -129,6 +164,7 @@ class Engine:
             sequence.prefill_seconds += seconds
 
     def _report(self, sequence: Sequence) -> Update:
+        sequence.write()
         new_text = sequence.text[self._shown[sequence.request_id] :]
         self._shown[sequence.request_id] += len(new_text)
         if sequence.finish_reason is None:

@@ -6,13 +6,12 @@ makes text of the tokens. A step that cannot go this way takes the host's (`spec
 to the rounding of path probabilities.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from blockpilot.core.candidates import FloatArray
@@ -20,7 +19,7 @@ from blockpilot.decoding.drafter import Drafter, DraftRequest
 from blockpilot.decoding.planned_dflash import DraftPass, PlannedDFlashDrafter
 from blockpilot.engine.planned_runner import CheckPass, PlannedRunner
 from blockpilot.engine.runner import TargetRunner
-from blockpilot.models.gpu import Stopwatch
+from blockpilot.models.gpu import Stopwatch, capture, graph_pool
 from blockpilot.models.trees_reference import REPORT, Blocks
 from blockpilot.pilots.base import Ahead, Outcome
 
@@ -44,55 +43,49 @@ class Joined(NamedTuple):
     verify_seconds: float
 
 
-@dataclass(frozen=True)
-class _Buffers:
-    """What trees and acceptance write, for R requests of n tokens and m drafted positions with their anchor."""
+@dataclass
+class _Ending:
+    """What follows the check of one draft, for R requests of n tokens and m drafted positions with their anchor."""
 
     parents: Tensor  # [R, n]
-    paths: Tensor  # [R, m]
-    counts: Tensor  # [R]
-    rows: Tensor  # [R * m]
-    positions: Tensor  # [R * m]
-    accepted: Tensor  # [R, 1 + m], on the host
     report: Tensor  # [R, REPORT], on the host
-    accepted_ids: NDArray[Any]
-    reported: NDArray[Any]
+    accepted: Tensor  # [R, 1 + m], on the host
+    accept: Callable[[], None] = field(init=False)
+    finish: Callable[[], None] = field(init=False)  # the host does not wait for it
+    grow: dict[tuple[bool, int], Callable[[], None]] = field(default_factory=dict)  # by (chain, name of the weights)
+
+    def __post_init__(self) -> None:
+        self.accepted_ids, self.reported = self.accepted.numpy(), self.report.numpy()
+
+
+class JointFlight(NamedTuple):
+    """A step that the device has begun."""
+
+    requests: Sequence[JointRequest]
+    ending: _Ending
 
 
 class JointStep:
     def __init__(self, runner: PlannedRunner, drafter: PlannedDFlashDrafter) -> None:
         self.runner, self.drafter, self.device = runner, drafter, runner.device
         self._kernels = runner.fused.layers.kernels
-        self._buffers: dict[tuple[int, int, int], _Buffers] = {}
-        self._weights: dict[tuple[int, int], tuple[Weights, Tensor]] = {}  # the arrays stay, and so do their names
+        self._pool = graph_pool(self.device)
+        self._endings: dict[tuple[int, int], tuple[DraftPass, CheckPass, _Ending]] = {}  # passes stay: so do their ids
+        self._weights: dict[tuple[int, int], tuple[Weights, Tensor]] = {}  # and arrays
         self._watch = Stopwatch(self.device)
 
     def can_run(self, num_requests: int, block_size: int, num_tokens: int) -> bool:
         return self.drafter.can_plan(num_requests, block_size) and self.runner.can_plan(num_requests, num_tokens)
 
-    def run(self, requests: Sequence[JointRequest], ahead: Ahead) -> Joined:
-        """One step; `ahead` says how all choose nodes. The caches keep what was accepted."""
-        buffers = self.check(requests, ahead)
-        accepted, reported = buffers.accepted_ids[: len(requests)].tolist(), buffers.reported[: len(requests)].tolist()
-        emitted, num_checked, outcomes = [], [], []
-        for request, (count, *ids), (size, depth, promised, *head) in zip(requests, accepted, reported, strict=True):
-            emitted.append(ids[:count])
-            num_checked.append(int(size))
-            outcomes.append(Outcome(int(depth), promised, head[: request.depth]))
-            self.runner.cache.keep(request.draft.slot, range(count), is_moved=True)
-            self.drafter.cache.extend(request.draft.slot, count)
-        return Joined(emitted, num_checked, outcomes, *self._watch.seconds())
-
-    @torch.inference_mode()
-    def check(self, requests: Sequence[JointRequest], ahead: Ahead) -> _Buffers:
-        """Everything but what the host remembers: the caches' lengths are as they were."""
+    def start(self, requests: Sequence[JointRequest], ahead: Ahead) -> JointFlight:
+        """Begin a step; `ahead` says how all choose nodes. No other may begin before it has been brought home."""
         drafts = [request.draft for request in requests]
         slots = [draft.slot for draft in drafts]
-        num_tokens = 1 + max(request.num_nodes for request in requests)
+        num_tokens = 1 + max([request.num_nodes for request in requests])
         draft = self.drafter.find_pass(drafts)
         check = self.runner.find_pass(slots, num_tokens, self.drafter.tap_layers)
-        buffers = self._find_buffers(draft, check)
-        weights = None if ahead.weights is None else self._find_weights(ahead.weights)
+        ending = self._find_ending(draft, check)
+        grow = self._find_growth(draft, check, ending, ahead)
         watch = self._watch
         watch.mark(0)
         self.drafter.start(draft, drafts, [(request.num_nodes, request.depth) for request in requests])
@@ -100,43 +93,95 @@ class JointStep:
         for slot in slots:
             self.runner.cache.append(slot, num_tokens)
         check.plan.place(slots, self.runner.cache.lengths, [one.params.words for one in drafts])
-        self._grow(draft, check, buffers, weights, is_chain=ahead.is_chain)
+        grow()
         watch.mark(2)
         check.run()
-        self._accept(draft, check, buffers)
+        ending.accept()
         watch.mark(3)
-        self._finish(draft, check, buffers)
-        watch.wait(3)
-        return buffers
+        ending.finish()
+        return JointFlight(requests, ending)
 
-    def _grow(
-        self, draft: DraftPass, check: CheckPass, buffers: _Buffers, weights: Tensor | None, *, is_chain: bool
-    ) -> None:
-        plan = draft.plan
-        anchors, positions = plan.anchors
-        self._kernels.grow_trees(
-            Blocks(*draft.ranking.parts()), weights, plan.noise(0).temperatures, plan.limits, anchors, positions,
-            check.plan.trees, buffers.parents, buffers.report, is_chain=is_chain,
-        )  # fmt: skip
+    def land(self, flight: JointFlight, is_wanted: Sequence[bool] | None = None) -> Joined:
+        """Wait for the step. The caches keep what was accepted, of requests that are still wanted."""
+        self.wait()
+        requests, ending = flight
+        accepted, reported = ending.accepted_ids[: len(requests)].tolist(), ending.reported[: len(requests)].tolist()
+        emitted, num_checked, outcomes = [], [], []
+        for index, (request, (count, *ids)) in enumerate(zip(requests, accepted, strict=True)):
+            size, depth, promised, *head = reported[index]
+            emitted.append(ids[:count])
+            num_checked.append(int(size))
+            outcomes.append(Outcome(int(depth), promised, head[: request.depth]))
+            if is_wanted is None or is_wanted[index]:
+                self.runner.cache.keep(request.draft.slot, range(count), is_moved=True)
+                self.drafter.cache.extend(request.draft.slot, count)
+        return Joined(emitted, num_checked, outcomes, *self._watch.seconds())
 
-    def _accept(self, draft: DraftPass, check: CheckPass, buffers: _Buffers) -> None:
-        self._kernels.accept_trees(
-            check.best, check.plan.inputs.token_ids, buffers.parents, draft.plan.inputs.starts, buffers.paths,
-            buffers.counts, buffers.rows, buffers.positions, buffers.accepted,
-        )  # fmt: skip
+    def wait(self) -> None:
+        self._watch.wait(3)
 
-    def _finish(self, draft: DraftPass, check: CheckPass, buffers: _Buffers) -> None:
-        """Accepted rows to their places, and to the drafter. The host does not wait for it."""
-        target, drafter = check.plan.inputs, draft.plan.inputs
-        assert check.taps is not None
-        self._kernels.move_rows(self.runner.cache.rows, target.slots, target.starts, buffers.paths, buffers.counts)
-        self.drafter.store(check.taps, buffers.rows, buffers.positions, drafter.slots, drafter.starts)
+    def _find_ending(self, draft: DraftPass, check: CheckPass) -> _Ending:
+        key = (id(draft), id(check))
+        if key not in self._endings:
+            self._endings[key] = draft, check, self._record_ending(draft, check)
+        return self._endings[key][2]
 
-    def _find_buffers(self, draft: DraftPass, check: CheckPass) -> _Buffers:
-        key = (draft.plan.num_requests, check.plan.count, draft.plan.count)
-        if key not in self._buffers:
-            self._buffers[key] = _make_buffers(*key, self.device)
-        return self._buffers[key]
+    @torch.inference_mode()
+    def _record_ending(self, draft: DraftPass, check: CheckPass) -> _Ending:
+        num_requests, num_drafted = draft.plan.num_requests, draft.plan.count
+        target, drafter, taps = check.plan.inputs, draft.plan.inputs, check.taps
+        assert taps is not None
+        for plan in (draft.plan, check.plan):  # recording runs the kernels, which must not meet the slots of a step
+            plan.clear()
+            plan.staging.send()
+
+        def on_device(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int32, device=self.device)
+
+        def on_host(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+        ending = _Ending(
+            on_device(num_requests, check.plan.count),
+            on_host(num_requests, REPORT, dtype=torch.float32),
+            on_host(num_requests, 1 + num_drafted, dtype=torch.int32),
+        )
+        paths, counts = on_device(num_requests, num_drafted), on_device(num_requests)
+        rows, positions = on_device(num_requests * num_drafted), on_device(num_requests * num_drafted)
+
+        @torch.inference_mode()
+        def accept() -> None:
+            self._kernels.accept_trees(
+                check.best, target.token_ids, ending.parents, drafter.starts, paths, counts, rows, positions,
+                ending.accepted,
+            )  # fmt: skip
+
+        @torch.inference_mode()
+        def finish() -> None:
+            """Accepted rows to their places, and to the drafter."""
+            self._kernels.move_rows(self.runner.cache.rows, target.slots, target.starts, paths, counts)
+            self.drafter.store(taps, rows, positions, drafter.slots, drafter.starts)
+
+        ending.accept = capture(accept, self.device, self._pool)
+        ending.finish = capture(finish, self.device, self._pool)
+        return ending
+
+    def _find_growth(self, draft: DraftPass, check: CheckPass, ending: _Ending, ahead: Ahead) -> Callable[[], None]:
+        weights = None if ahead.weights is None else self._find_weights(ahead.weights)
+        key = (ahead.is_chain, id(weights))
+        if key not in ending.grow:
+            plan = draft.plan
+            temperatures = plan.noise(0).temperatures
+
+            @torch.inference_mode()
+            def grow() -> None:
+                self._kernels.grow_trees(
+                    Blocks(*draft.ranking.parts()), weights, temperatures, plan.limits, plan.anchors,
+                    plan.anchor_positions, check.plan.trees, ending.parents, ending.report, is_chain=key[0],
+                )  # fmt: skip
+
+            ending.grow[key] = capture(grow, self.device, self._pool)
+        return ending.grow[key]
 
     def _find_weights(self, weights: Weights) -> Tensor:
         key = (id(weights[0]), id(weights[1]))
@@ -152,24 +197,3 @@ def build_joint(runner: TargetRunner, drafter: Drafter | None) -> JointStep | No
     if isinstance(runner, PlannedRunner) and isinstance(drafter, PlannedDFlashDrafter):
         return JointStep(runner, drafter)
     return None
-
-
-def _make_buffers(num_requests: int, num_tokens: int, num_drafted: int, device: torch.device) -> _Buffers:
-    def on_device(*shape: int) -> Tensor:
-        return torch.zeros(*shape, dtype=torch.int32, device=device)
-
-    is_pinned = device.type == "cuda"
-    accepted = torch.zeros(num_requests, 1 + num_drafted, dtype=torch.int32, pin_memory=is_pinned)
-    report = torch.zeros(num_requests, REPORT, dtype=torch.float32, pin_memory=is_pinned)
-    flat = num_requests * num_drafted
-    return _Buffers(
-        parents=on_device(num_requests, num_tokens),
-        paths=on_device(num_requests, num_drafted),
-        counts=on_device(num_requests),
-        rows=on_device(flat),
-        positions=on_device(flat),
-        accepted=accepted,
-        report=report,
-        accepted_ids=accepted.numpy(),
-        reported=report.numpy(),
-    )

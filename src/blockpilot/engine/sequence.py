@@ -35,6 +35,8 @@ class Sequence:
         self._end_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:
             self._end_ids |= self.eos_token_ids
+        self._num_written = 0  # tokens whose text is known
+        self._is_closed = False  # whether all text is
         self._max_output = min(self.params.max_new_tokens, self.max_total - len(self.prompt_ids))
 
     @property
@@ -68,23 +70,49 @@ class Sequence:
         )
 
     def commit(self, token_ids: Collection[int]) -> int:
-        """Append tokens up to the one that ends the answer; returns how many were taken."""
-        pieces = []
-        for token_id in token_ids:
-            self.output_ids.append(token_id)
-            pieces.append(self._stops.push(self.detokenizer.push(token_id)))
-            self.finish_reason = self._find_end(token_id)
-            if self.finish_reason:
-                break
-        self.text += "".join(pieces)
-        if self.finish_reason:
-            self._close_text()
-        return len(pieces)
+        """Append tokens up to the one that ends the answer, and make text of them; returns how many were taken."""
+        count = self.take(token_ids)
+        self.write()
+        return count
 
-    def _find_end(self, token_id: int) -> str | None:
-        if token_id in self._end_ids or self._stops.is_stopped:
-            return "stop"
-        return "length" if len(self.output_ids) >= self._max_output else None
+    def take(self, token_ids: Collection[int]) -> int:
+        """`commit` without the text, for which `write` can wait: unless a stop string may end the answer in it."""
+        if self.params.stop:
+            return self._take_one_by_one(token_ids)
+        first = len(self.output_ids)
+        self.output_ids += token_ids[: self._max_output - first]
+        for place in range(first, len(self.output_ids)):
+            if self.output_ids[place] in self._end_ids:
+                del self.output_ids[place + 1 :]
+                self.finish_reason = "stop"
+                break
+        else:
+            if len(self.output_ids) >= self._max_output:
+                self.finish_reason = "length"
+        return len(self.output_ids) - first
+
+    def write(self) -> None:
+        """Text of the tokens that have none yet."""
+        pieces = []
+        for token_id in self.output_ids[self._num_written :]:
+            pieces.append(self._stops.push(self.detokenizer.push(token_id)))
+        self._num_written = len(self.output_ids)
+        self.text += "".join(pieces)
+        if self.finish_reason and not self._is_closed:
+            self._is_closed = True
+            self._close_text()
+
+    def _take_one_by_one(self, token_ids: Collection[int]) -> int:
+        for count, token_id in enumerate(token_ids, start=1):
+            self.output_ids.append(token_id)
+            self.write()
+            if token_id in self._end_ids or self._stops.is_stopped:
+                self.finish_reason = "stop"
+            elif len(self.output_ids) >= self._max_output:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                return count
+        return len(token_ids)
 
     def _close_text(self) -> None:
         """Show what was held back; a stop string may complete in it. After a stop there is nothing left to show."""
@@ -95,7 +123,7 @@ class Sequence:
     def abort(self) -> None:
         if self.finish_reason is None:
             self.finish_reason = "abort"
-            self._close_text()
+            self.write()
 
     def completion(self) -> Completion:
         return Completion(

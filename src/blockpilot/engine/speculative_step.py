@@ -21,7 +21,7 @@ from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import Drafter, DraftRequest, Observation
 from blockpilot.decoding.sampling import choose_tokens
 from blockpilot.decoding.verification import Acceptance, accept
-from blockpilot.engine.joint_step import JointRequest, JointStep
+from blockpilot.engine.joint_step import JointFlight, JointRequest, JointStep
 from blockpilot.engine.runner import PassResult, TargetRunner
 from blockpilot.engine.sequence import Sequence
 from blockpilot.pilots.base import PilotInputs
@@ -38,35 +38,79 @@ class Carried(NamedTuple):
     pilot_seconds: float
 
 
+class Flight(NamedTuple):
+    """A step that has begun; `land` ends it."""
+
+    sequences: Collection[Sequence]
+    inputs: Collection[PilotInputs]
+    sizes: Collection[int]
+    started: float
+    choice_seconds: float
+    work: Carried | JointFlight  # done, or on its way on a device
+
+    @property
+    def is_over(self) -> bool:
+        return isinstance(self.work, Carried)
+
+
 def speculative_step(
     sequences: Collection[Sequence], runner: TargetRunner, drafter: Drafter | None, joint: JointStep | None = None
 ) -> None:
-    """Advance every sequence by one step; finished ones carry a finish_reason afterwards.
+    """Advance every sequence by one step; finished ones carry a finish_reason afterwards."""
+    land(begin(sequences, runner, drafter, joint), joint)
+    for sequence in sequences:
+        sequence.write()
 
-    With `joint`, a GPU goes from the draft to the accepted tokens without the host, where it can.
-    """
+
+def begin(
+    sequences: Collection[Sequence], runner: TargetRunner, drafter: Drafter | None, joint: JointStep | None
+) -> Flight:
+    """With `joint`, a GPU goes from the draft to the accepted tokens without the host, where it can."""
     started = time.perf_counter()
     inputs = _inputs(sequences, drafter)
     sizes = _choose(sequences, inputs)
     choice_seconds = time.perf_counter() - started
-    carried = None if joint is None else _carry_out_jointly(sequences, inputs, sizes, joint)
-    if carried is None:
-        carried = _carry_out(sequences, inputs, sizes, runner, drafter)
-    counts = [sequence.commit(ids) for sequence, ids in zip(sequences, carried.emitted_ids, strict=True)]
-    seconds = time.perf_counter() - started
-    pilot_seconds = choice_seconds + carried.pilot_seconds
-    for sequence, size, num_checked, count in zip(sequences, sizes, carried.num_checked, counts, strict=True):
-        sequence.decode_seconds += seconds
-        sequence.steps.append(
-            StepRecord(
-                block_size=size,
-                verify_size=num_checked,
-                emitted=count,
-                draft_seconds=carried.draft_seconds,
-                verify_seconds=carried.verify_seconds,
-                pilot_seconds=pilot_seconds,
-            )
+    work = None if joint is None else _start_jointly(sequences, inputs, sizes, joint)
+    return Flight(
+        sequences, inputs, sizes, started, choice_seconds, work or _carry_out(sequences, inputs, sizes, runner, drafter)
+    )
+
+
+def land(flight: Flight, joint: JointStep | None) -> list[Sequence]:
+    """Answers grow, but for their text (`Sequence.write`). Requests that have left meanwhile get nothing."""
+    sequences, carried = flight.sequences, flight.work
+    is_wanted = [sequence.slot >= 0 for sequence in sequences]
+    if isinstance(carried, JointFlight):
+        assert joint is not None
+        joined = joint.land(carried, is_wanted)
+        for sequence, given, outcome in zip(sequences, flight.inputs, joined.outcomes, strict=True):
+            sequence.pilot.learn(given, outcome)
+        carried = Carried(
+            joined.emitted_ids,
+            joined.num_checked,
+            joined.draft_seconds,
+            joined.verify_seconds,
+            joined.growth_seconds,
         )
+    pilot_seconds = flight.choice_seconds + carried.pilot_seconds
+    seconds = time.perf_counter() - flight.started
+    landed = []
+    for index, (sequence, size) in enumerate(zip(sequences, flight.sizes, strict=True)):
+        if is_wanted[index]:
+            count = sequence.take(carried.emitted_ids[index])
+            sequence.decode_seconds += seconds
+            sequence.steps.append(
+                StepRecord(  # in their order: naming them takes longer than the rest
+                    size,
+                    carried.num_checked[index],
+                    count,
+                    carried.draft_seconds,
+                    carried.verify_seconds,
+                    pilot_seconds,
+                )
+            )
+            landed.append(sequence)
+    return landed
 
 
 def _carry_out(
@@ -101,9 +145,9 @@ def _carry_out(
     )
 
 
-def _carry_out_jointly(
+def _start_jointly(
     sequences: Collection[Sequence], inputs: Collection[PilotInputs], sizes: Collection[int], joint: JointStep
-) -> Carried | None:
+) -> JointFlight | None:
     """On the device alone; None where it must ask the host, or decodes plainly."""
     plans = [sequence.pilot.ahead(given) for sequence, given in zip(sequences, inputs, strict=True)]
     first = plans[0]
@@ -121,16 +165,7 @@ def _carry_out_jointly(
     num_tokens = 1 + max([request.num_nodes for request in requests])
     if not joint.can_run(len(requests), max(sizes), num_tokens):
         return None
-    joined = joint.run(requests, first)
-    for sequence, given, outcome in zip(sequences, inputs, joined.outcomes, strict=True):
-        sequence.pilot.learn(given, outcome)
-    return Carried(
-        joined.emitted_ids,
-        joined.num_checked,
-        joined.draft_seconds,
-        joined.verify_seconds,
-        joined.growth_seconds,
-    )
+    return joint.start(requests, first)
 
 
 def _inputs(sequences: Collection[Sequence], drafter: Drafter | None) -> list[PilotInputs]:

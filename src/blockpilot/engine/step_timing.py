@@ -78,6 +78,7 @@ class ProfilePlan:
 def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Report = lambda *_: None) -> StepCosts:
     """Time the plan's passes and name the result. Needs as many free slots as the largest batch."""
     _check_plan(llm, plan)
+    llm.engine.settle()
     places = [(size, context) for size in plan.batch_sizes for context in plan.contexts]
     drafts: list[CostPoint] = []
     checks: list[CostPoint] = []
@@ -168,10 +169,11 @@ class _Bench:
         Where the device does that without the host, it does so right behind a draft of `joint_size`.
         """
         if self.joint is not None and tokens > 1:
-            self.joint.check(
+            self.joint.start(
                 [JointRequest(draft, tokens - 1, self.joint_size - 1) for draft in self._requests(self.joint_size)],
                 self.ahead,
             )
+            self.joint.wait()
             for slot in self.slots:
                 self.runner.cache.keep(slot, [])
             return

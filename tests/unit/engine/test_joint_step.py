@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from blockpilot import load_pilot
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
-from blockpilot.engine.joint_step import Joined, JointRequest, JointStep
+from blockpilot.engine.joint_step import JointFlight, JointRequest, JointStep
 from blockpilot.engine.llm import LLM
 from blockpilot.engine.planned_runner import PlannedRunner
 from blockpilot.pilots.base import Ahead
@@ -30,13 +31,13 @@ class Runs(list[int]):
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    counted, run = Runs(), JointStep.run
+    counted, start = Runs(), JointStep.start
 
-    def count(self: JointStep, requests: Sequence[JointRequest], ahead: Ahead) -> Joined:
+    def count(self: JointStep, requests: Sequence[JointRequest], ahead: Ahead) -> JointFlight:
         counted.append(len(requests))
-        return run(self, requests, ahead)
+        return start(self, requests, ahead)
 
-    monkeypatch.setattr(JointStep, "run", count)
+    monkeypatch.setattr(JointStep, "start", count)
     return counted
 
 
@@ -128,3 +129,47 @@ def test_what_the_device_cannot_do_goes_the_hosts_way(runs: Runs) -> None:
 def test_other_drafters_and_devices_have_no_joint_steps() -> None:
     assert make_llm("qwen3", drafter=make_dflash("qwen3")).engine.joint is None
     assert make_llm("qwen3", drafter="ngram").engine.joint is None
+
+
+def test_a_request_may_leave_while_its_step_is_on_its_way(runs: Runs) -> None:
+    llm = build()
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    alone = llm.generate(PROMPTS[1], params, pilot="tree:15", is_raw=True)
+    engine = llm.engine
+    ids = [engine.add_request(llm.tokenizer.encode(text), params, load_pilot("tree:15")) for text in PROMPTS[:2]]
+    for _ in range(3):
+        engine.step()
+    assert engine.abort(ids[0]) is not None and engine.runner.cache.num_free == 3
+    third = engine.add_request(llm.tokenizer.encode(PROMPTS[1]), params, load_pilot("tree:15"))  # into the free slot
+    done = {}
+    while engine.has_work:
+        done |= {update.request_id: update.completion for update in engine.step() if update.completion}
+    assert set(done) == {ids[1], third}
+    assert all(completion.token_ids == alone.token_ids for completion in done.values() if completion)
+    assert all(completion.text == alone.text for completion in done.values() if completion)
+    assert engine.runner.cache.num_free == 4
+
+
+def test_a_step_that_fails_on_its_way_frees_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = build()
+    engine, params = llm.engine, SamplingParams(max_new_tokens=24, ignore_eos=True)
+    engine.add_request(llm.tokenizer.encode(PROMPTS[0]), params, load_pilot("fixed:4"))
+    engine.step()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="lost"):
+        patch.setattr(JointStep, "wait", lambda self: (_ for _ in ()).throw(RuntimeError("lost")))
+        engine.step()
+    assert engine.runner.cache.num_free == 4 and not engine.has_work
+    assert llm.generate(PROMPTS[0], params, pilot="fixed:4", is_raw=True).num_tokens == 24
+
+
+def test_texts_and_stop_strings_do_not_wait(runs: Runs) -> None:
+    """What a caller is shown together is the answer, and a stop string ends it at once."""
+    llm = build()
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    plain = llm.generate(PROMPTS[1], params, pilot="ar", is_raw=True)
+    shown = list(llm.stream(PROMPTS[1], params, pilot="tree:15", is_raw=True))
+    assert "".join(update.new_text for update in shown) == plain.text and runs
+    stop = plain.text[8:10]
+    expected = llm.generate(PROMPTS[1], replace(params, stop=(stop,)), pilot="ar", is_raw=True)
+    found = llm.generate(PROMPTS[1], replace(params, stop=(stop,)), pilot="tree:15", is_raw=True)
+    assert (found.text, found.token_ids, found.finish_reason) == (expected.text, expected.token_ids, "stop")

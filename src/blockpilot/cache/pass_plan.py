@@ -148,19 +148,18 @@ class PassPlan:
         lengths: Sequence[int],
         words: Sequence[Words],
         mask_id: int,
-        limits: Sequence[tuple[int, int]] = (),
+        limits: Sequence[tuple[int, int]],
     ) -> None:
         """A drafter's block (slot, anchor id, position, size) behind each slot's rows; its tokens see each other.
 
         `limits` are those of the trees that grow out of the blocks, where that happens on the device.
         """
         if self.num_requests == 1:
-            self._write_block(*blocks[0], lengths, words[0], mask_id, limits[0] if limits else NO_TREE)
+            self._write_block(*blocks[0], lengths, words[0], mask_id, limits[0])
             return
         slots, anchor_ids, positions, sizes = zip(*blocks, strict=True)
         self.place(slots, lengths, words)
-        if limits:
-            self._limits[: len(blocks)] = limits
+        self._limits[: len(blocks)] = limits
         self._write_shapes([_block_shape(size, self.count) for size in sizes], positions)
         self._ids[:] = mask_id
         self._ids[: len(blocks), 0] = anchor_ids

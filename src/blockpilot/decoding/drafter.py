@@ -38,6 +38,7 @@ class DraftRequest(NamedTuple):
     block_size: int  # anchor + block_size - 1 drafted positions
     num_candidates: int  # how many tokens per position the pilot wants to see
     params: SamplingParams
+    limits: tuple[int, int] = (0, 0)  # nodes and depth of its tree, where that grows on the device
 
 
 class Drafter(Protocol):

@@ -133,16 +133,16 @@ class PlannedDFlashDrafter(DFlashDrafter):
         context = context_class([self.cache.lengths[request.slot] for request in requests])
         return self._draft(round_up(len(requests), REQUESTS), count, context, width)
 
-    def start(self, draft: DraftPass, requests: Sequence[DraftRequest], limits: Sequence[tuple[int, int]] = ()) -> None:
-        """Run a pass without waiting for it; `limits` are those of `PassPlan.write_blocks`."""
+    def start(self, draft: DraftPass, requests: Sequence[DraftRequest]) -> None:
+        """Run a pass without waiting for it."""
         for request in requests:
             self.cache.append(request.slot, request.block_size)
         draft.plan.write_blocks(
-            [(request.slot, request.anchor_id, request.position, request.block_size) for request in requests],
+            [request[:4] for request in requests],  # slot, anchor, position, size
             self.cache.lengths,
             [request.params.words for request in requests],
             self.model.config.mask_token_id,
-            limits,
+            [request.limits for request in requests],
         )
         draft.run()
 

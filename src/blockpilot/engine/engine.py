@@ -102,7 +102,7 @@ class Engine:
             if in_pass:
                 self._flight = begin(in_pass, self.runner, self.drafter, self.joint)
                 if self._flight.is_over:
-                    touched += [sequence for sequence in self._land() if sequence not in touched]
+                    touched = list(dict.fromkeys(touched + self._land()))
         except BaseException:
             self._flight = None
             for sequence in in_pass:

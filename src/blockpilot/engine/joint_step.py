@@ -21,23 +21,16 @@ from blockpilot.engine.planned_runner import CheckPass, PlannedRunner
 from blockpilot.engine.runner import TargetRunner
 from blockpilot.models.gpu import Stopwatch, capture, graph_pool
 from blockpilot.models.trees_reference import REPORT, Blocks
-from blockpilot.pilots.base import Ahead, Outcome
+from blockpilot.pilots.base import Ahead
 
 Weights = tuple[FloatArray, FloatArray]
-
-
-class JointRequest(NamedTuple):
-    draft: DraftRequest
-    num_nodes: int  # at most so many, ..
-    depth: int  # .. and none deeper
 
 
 class Joined(NamedTuple):
     """What a step has brought each request, and where the time went."""
 
     emitted_ids: list[list[int]]
-    num_checked: list[int]  # tokens, the anchor among them
-    outcomes: list[Outcome]
+    reports: list[list[float]]  # as `grow_trees` tells them: tokens that were checked, depth, promised, head
     draft_seconds: float
     growth_seconds: float
     verify_seconds: float
@@ -61,7 +54,7 @@ class _Ending:
 class JointFlight(NamedTuple):
     """A step that the device has begun."""
 
-    requests: Sequence[JointRequest]
+    requests: Sequence[DraftRequest]
     ending: _Ending
 
 
@@ -77,22 +70,21 @@ class JointStep:
     def can_run(self, num_requests: int, block_size: int, num_tokens: int) -> bool:
         return self.drafter.can_plan(num_requests, block_size) and self.runner.can_plan(num_requests, num_tokens)
 
-    def start(self, requests: Sequence[JointRequest], ahead: Ahead) -> JointFlight:
+    def start(self, requests: Sequence[DraftRequest], ahead: Ahead) -> JointFlight:
         """Begin a step; `ahead` says how all choose nodes. No other may begin before it has been brought home."""
-        drafts = [request.draft for request in requests]
-        slots = [draft.slot for draft in drafts]
-        num_tokens = 1 + max([request.num_nodes for request in requests])
-        draft = self.drafter.find_pass(drafts)
+        slots = [request.slot for request in requests]
+        num_tokens = 1 + max([request.limits[0] for request in requests])
+        draft = self.drafter.find_pass(requests)
         check = self.runner.find_pass(slots, num_tokens, self.drafter.tap_layers)
         ending = self._find_ending(draft, check)
         grow = self._find_growth(draft, check, ending, ahead)
         watch = self._watch
         watch.mark(0)
-        self.drafter.start(draft, drafts, [(request.num_nodes, request.depth) for request in requests])
+        self.drafter.start(draft, requests)
         watch.mark(1)
         for slot in slots:
             self.runner.cache.append(slot, num_tokens)
-        check.plan.place(slots, self.runner.cache.lengths, [one.params.words for one in drafts])
+        check.plan.place(slots, self.runner.cache.lengths, [request.params.words for request in requests])
         grow()
         watch.mark(2)
         check.run()
@@ -101,21 +93,19 @@ class JointStep:
         ending.finish()
         return JointFlight(requests, ending)
 
-    def land(self, flight: JointFlight, is_wanted: Sequence[bool] | None = None) -> Joined:
+    def land(self, flight: JointFlight, is_wanted: Sequence[bool]) -> Joined:
         """Wait for the step. The caches keep what was accepted, of requests that are still wanted."""
         self.wait()
         requests, ending = flight
-        accepted, reported = ending.accepted_ids[: len(requests)].tolist(), ending.reported[: len(requests)].tolist()
-        emitted, num_checked, outcomes = [], [], []
-        for index, (request, (count, *ids)) in enumerate(zip(requests, accepted, strict=True)):
-            size, depth, promised, *head = reported[index]
-            emitted.append(ids[:count])
-            num_checked.append(int(size))
-            outcomes.append(Outcome(int(depth), promised, head[: request.depth]))
-            if is_wanted is None or is_wanted[index]:
-                self.runner.cache.keep(request.draft.slot, range(count), is_moved=True)
-                self.drafter.cache.extend(request.draft.slot, count)
-        return Joined(emitted, num_checked, outcomes, *self._watch.seconds())
+        accepted = ending.accepted_ids[: len(requests)].tolist()
+        emitted, keep, extend = [], self.runner.cache.keep_first, self.drafter.cache.extend
+        for request, row, is_kept in zip(requests, accepted, is_wanted, strict=True):
+            count = row[0]
+            emitted.append(row[1 : count + 1])
+            if is_kept:
+                keep(request.slot, count)
+                extend(request.slot, count)
+        return Joined(emitted, ending.reported[: len(requests)].tolist(), *self._watch.seconds())
 
     def wait(self) -> None:
         self._watch.wait(3)

@@ -102,7 +102,7 @@ class PlannedRunner(TargetRunner):
                     taps[row].append(check.taps[start : start + len(ids)].clone())
                 end = start + len(ids) - 1
                 last[row] = check.hidden[end].clone(), check.logits[end].clone()
-                self.cache.keep(slot, range(len(ids)), is_moved=True)
+                self.cache.keep_first(slot, len(ids))
         hidden, logits = (torch.stack(parts) for parts in zip(*(last[row] for row in range(len(chunks))), strict=True))
         all_taps = torch.cat([part for parts in taps for part in parts]) if tap_layers else None
         return PassResult(logits, all_taps, range(len(chunks)), hidden)

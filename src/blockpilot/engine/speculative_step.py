@@ -21,10 +21,10 @@ from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import Drafter, DraftRequest, Observation
 from blockpilot.decoding.sampling import choose_tokens
 from blockpilot.decoding.verification import Acceptance, accept
-from blockpilot.engine.joint_step import JointFlight, JointRequest, JointStep
+from blockpilot.engine.joint_step import JointFlight, JointStep
 from blockpilot.engine.runner import PassResult, TargetRunner
 from blockpilot.engine.sequence import Sequence
-from blockpilot.pilots.base import PilotInputs
+from blockpilot.pilots.base import Outcome, PilotInputs
 from blockpilot.pilots.batch import choose_sizes, select_trees
 
 
@@ -83,14 +83,10 @@ def land(flight: Flight, joint: JointStep | None) -> list[Sequence]:
     if isinstance(carried, JointFlight):
         assert joint is not None
         joined = joint.land(carried, is_wanted)
-        for sequence, given, outcome in zip(sequences, flight.inputs, joined.outcomes, strict=True):
-            sequence.pilot.learn(given, outcome)
+        _learn(flight, carried.requests, joined.reports)
+        num_checked = [int(report[0]) for report in joined.reports]
         carried = Carried(
-            joined.emitted_ids,
-            joined.num_checked,
-            joined.draft_seconds,
-            joined.verify_seconds,
-            joined.growth_seconds,
+            joined.emitted_ids, num_checked, joined.draft_seconds, joined.verify_seconds, joined.growth_seconds
         )
     pilot_seconds = flight.choice_seconds + carried.pilot_seconds
     seconds = time.perf_counter() - flight.started
@@ -149,23 +145,36 @@ def _start_jointly(
     sequences: Collection[Sequence], inputs: Collection[PilotInputs], sizes: Collection[int], joint: JointStep
 ) -> JointFlight | None:
     """On the device alone; None where it must ask the host, or decodes plainly."""
-    plans = [sequence.pilot.ahead(given) for sequence, given in zip(sequences, inputs, strict=True)]
-    first = plans[0]
-    if first is None or max(sizes) < 2:
+    pilot = sequences[0].pilot
+    ahead, team = pilot.ahead(inputs[0]), pilot.team
+    if ahead is None or max(sizes) < 2 or any(one.pilot.team is not team for one in sequences):
         return None
+    most_nodes, is_chain = min(ahead.num_nodes, MAX_TREE_NODES), ahead.is_chain
     requests = []
-    for sequence, given, size, plan in zip(sequences, inputs, sizes, plans, strict=True):
-        if plan is None or plan.is_chain != first.is_chain or plan.weights is not first.weights:
+    for sequence, given, size in zip(sequences, inputs, sizes, strict=True):
+        num_remaining = given.num_remaining
+        if sequence.params.is_filtered or (size < 2 and num_remaining > 1):
             return None
-        if sequence.params.is_filtered or (size < 2 and given.num_remaining > 1):
-            return None
-        depth = min(size, given.num_remaining) - 1  # deeper tokens cannot be emitted
-        num_nodes = min(plan.num_nodes, MAX_TREE_NODES, depth if plan.is_chain else MAX_TREE_NODES * depth)
-        requests.append(JointRequest(_draft_request(sequence, max(size, 2)), num_nodes, depth))
-    num_tokens = 1 + max([request.num_nodes for request in requests])
+        depth = (size if size < num_remaining else num_remaining) - 1  # deeper tokens cannot be emitted
+        num_nodes = min(most_nodes, depth) if is_chain else most_nodes if depth else 0
+        requests.append(_draft_request(sequence, max(size, 2), (num_nodes, depth)))
+    num_tokens = 1 + max([request.limits[0] for request in requests])
     if not joint.can_run(len(requests), max(sizes), num_tokens):
         return None
-    return joint.start(requests, first)
+    return joint.start(requests, ahead)
+
+
+def _learn(flight: Flight, requests: Collection[DraftRequest], reports: Collection[Collection[float]]) -> None:
+    pilot = flight.sequences[0].pilot
+    if pilot.learns:
+        pilot.learn(
+            [
+                Outcome(sequence.pilot, given, int(report[1]), report[2], report[3 : 3 + request.limits[1]])
+                for sequence, given, request, report in zip(
+                    flight.sequences, flight.inputs, requests, reports, strict=True
+                )
+            ]
+        )
 
 
 def _inputs(sequences: Collection[Sequence], drafter: Drafter | None) -> list[PilotInputs]:
@@ -193,7 +202,7 @@ def _draft(sequences: Collection[Sequence], sizes: Collection[int], drafter: Dra
     return [next(proposals) if size > 1 else None for size in sizes]
 
 
-def _draft_request(sequence: Sequence, block_size: int) -> DraftRequest:
+def _draft_request(sequence: Sequence, block_size: int, limits: tuple[int, int] = (0, 0)) -> DraftRequest:
     return DraftRequest(  # in their order, as `Sequence.pilot_inputs` has it
         sequence.slot,
         sequence.anchor_id,
@@ -201,6 +210,7 @@ def _draft_request(sequence: Sequence, block_size: int) -> DraftRequest:
         block_size,
         sequence.pilot.num_candidates,
         sequence.params,
+        limits,
     )
 
 

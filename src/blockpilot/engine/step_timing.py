@@ -24,7 +24,6 @@ from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.decoding.verification import accept
-from blockpilot.engine.joint_step import JointRequest
 from blockpilot.pilots.base import Ahead, PilotInputs
 from blockpilot.pilots.batch import choose_sizes, select_trees
 from blockpilot.pilots.calibration import Calibration
@@ -169,10 +168,8 @@ class _Bench:
         Where the device does that without the host, it does so right behind a draft of `joint_size`.
         """
         if self.joint is not None and tokens > 1:
-            self.joint.start(
-                [JointRequest(draft, tokens - 1, self.joint_size - 1) for draft in self._requests(self.joint_size)],
-                self.ahead,
-            )
+            limits = (tokens - 1, self.joint_size - 1)
+            self.joint.start([draft._replace(limits=limits) for draft in self._requests(self.joint_size)], self.ahead)
             self.joint.wait()
             for slot in self.slots:
                 self.runner.cache.keep(slot, [])

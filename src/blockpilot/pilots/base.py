@@ -54,6 +54,8 @@ class Ahead(NamedTuple):
 class Outcome(NamedTuple):
     """What became of nodes that were taken so."""
 
+    pilot: "Pilot"
+    inputs: PilotInputs
     depth: int  # of the deepest; 0: none was taken
     promised: float  # tokens that they bring if their probabilities are right
     head: Sequence[float]  # how likely the draft's best chain is right up to its first positions
@@ -93,13 +95,18 @@ class Pilot(ABC):
     @abstractmethod
     def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes: ...
 
+    @property
+    def learns(self) -> bool:
+        """Whether it wants to know what became of nodes that it has not selected itself."""
+        return False
+
     def ahead(self, inputs: PilotInputs) -> Ahead | None:
-        """After `choose`, what `select` will do; None: it must see the draft."""
+        """After `choose`, what `select` will do, for all of this pilot's team; None: it must see the draft."""
         return None
 
-    def learn(self, inputs: PilotInputs, outcome: Outcome) -> None:
-        """Instead of `select`, where the engine has done what `ahead` said. Nothing is remembered here."""
-        return
+    def learn(self, team: Sequence[Outcome]) -> None:
+        """Instead of `select`, of all of this pilot's team for whom the engine has done what `ahead` said."""
+        raise NotImplementedError(f"the pilot {self.name!r} does not learn")
 
     def select_tree(self, inputs: PilotInputs, candidates: Candidates, anchor_id: int) -> DraftTree:
         """The selected nodes behind their anchor, as many as one check takes; deeper ones could not be emitted."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blockpilot.core.candidates import Candidates, shared_stack
+from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.tree import DraftTree
 from blockpilot.pilots import switch
 from blockpilot.pilots.base import Ahead, Drafted, Nodes, Pilot, PilotInputs
@@ -46,8 +47,12 @@ class FixedPilot(Pilot):
     def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
         return grow_chain(candidates, self.block_size - 1)
 
+    @property
+    def team(self) -> object:
+        return FixedPilot  # of all sizes
+
     def ahead(self, inputs: PilotInputs) -> Ahead:
-        return Ahead(self.block_size - 1, is_chain=True)
+        return Ahead(MAX_TREE_NODES, is_chain=True)  # as deep as the draft
 
 
 @dataclass(frozen=True)

@@ -124,10 +124,15 @@ class StepPilot(Pilot):
             return None
         return Ahead(self._decided_nodes(inputs), self.is_chain, self._weights)
 
-    def learn(self, inputs: PilotInputs, outcome: Outcome) -> None:
-        recent, weight = self._memory(inputs)
-        recent.record_drafts([outcome.head], weight)
-        self._checked = outcome.depth, outcome.promised
+    @property
+    def learns(self) -> bool:
+        return True
+
+    def learn(self, team: Sequence[Outcome]) -> None:
+        recent, weight = self._memory(team[0].inputs)
+        recent.record_drafts([outcome.head for outcome in team], weight)
+        for outcome in team:
+            cast(StepPilot, outcome.pilot)._checked = outcome.depth, outcome.promised
 
     def choose_sizes(self, team: Sequence[Asked]) -> list[int]:
         if not self._is_shared(team[0][1]):

@@ -80,7 +80,7 @@ def test_nothing_is_left_of_the_pass_before() -> None:
 
 def test_tokens_of_a_block_see_each_other() -> None:
     plan = make_plan(2, 8)
-    plan.write_blocks([(1, 9, 23, 6)], LENGTHS, WORDS[:1], mask_id=2)
+    plan.write_blocks([(1, 9, 23, 6)], LENGTHS, WORDS[:1], 2, [(0, 0)])
     found = read(plan)
     assert found["token_ids"].tolist() == [[9] + [2] * 7, [2] * 8]
     assert found["positions"][0].tolist() == [23, 24, 25, 26, 27, 28, 23, 23] and found["starts"].tolist() == [20, 0]

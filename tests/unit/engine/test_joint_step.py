@@ -8,7 +8,8 @@ import pytest
 from blockpilot import load_pilot
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
-from blockpilot.engine.joint_step import JointFlight, JointRequest, JointStep
+from blockpilot.decoding.drafter import DraftRequest
+from blockpilot.engine.joint_step import JointFlight, JointStep
 from blockpilot.engine.llm import LLM
 from blockpilot.engine.planned_runner import PlannedRunner
 from blockpilot.pilots.base import Ahead
@@ -33,7 +34,7 @@ class Runs(list[int]):
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     counted, start = Runs(), JointStep.start
 
-    def count(self: JointStep, requests: Sequence[JointRequest], ahead: Ahead) -> JointFlight:
+    def count(self: JointStep, requests: Sequence[DraftRequest], ahead: Ahead) -> JointFlight:
         counted.append(len(requests))
         return start(self, requests, ahead)
 

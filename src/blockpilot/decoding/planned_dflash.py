@@ -3,7 +3,7 @@
 Ranking, with the noise of requests that sample, is part of the graph, and candidates come back in one wait.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -122,6 +122,11 @@ class PlannedDFlashDrafter(DFlashDrafter):
             draft.candidates(row, request.block_size - 1, request.num_candidates)
             for row, request in enumerate(requests)
         ]
+
+    @property
+    def passes(self) -> Collection[DraftPass]:
+        """Those recorded by now."""
+        return self._drafts.values()
 
     def can_plan(self, num_requests: int, block_size: int) -> bool:
         return round_up(num_requests, REQUESTS) * round_up(block_size, BLOCKS) <= MAX_ROWS

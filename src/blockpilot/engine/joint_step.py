@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blockpilot.cache.pass_plan import PassPlan
 from blockpilot.core.candidates import FloatArray
 from blockpilot.decoding.drafter import Drafter, DraftRequest
 from blockpilot.decoding.planned_dflash import DraftPass, PlannedDFlashDrafter
@@ -37,14 +38,25 @@ class Joined(NamedTuple):
 
 
 @dataclass
-class _Ending:
-    """What follows the check of one draft, for R requests of n tokens and m drafted positions with their anchor."""
+class _Tail:
+    """What follows the acceptance of a draft, for R requests of m positions with their anchor."""
 
+    paths: Tensor  # [R, m]
+    counts: Tensor  # [R]
+    rows: Tensor  # [R * m]
+    positions: Tensor  # [R * m]
+    run: Callable[[], None] = field(init=False)  # the host does not wait for it
+
+
+@dataclass
+class _Ending:
+    """Growth and acceptance between a draft and a check, of R requests with n tokens."""
+
+    tail: _Tail
     parents: Tensor  # [R, n]
     report: Tensor  # [R, REPORT], on the host
     accepted: Tensor  # [R, 1 + m], on the host
     accept: Callable[[], None] = field(init=False)
-    finish: Callable[[], None] = field(init=False)  # the host does not wait for it
     grow: dict[tuple[bool, int], Callable[[], None]] = field(default_factory=dict)  # by (chain, name of the weights)
 
     def __post_init__(self) -> None:
@@ -63,9 +75,15 @@ class JointStep:
         self.runner, self.drafter, self.device = runner, drafter, runner.device
         self._kernels = runner.fused.layers.kernels
         self._pool = graph_pool(self.device)
-        self._endings: dict[tuple[int, int], tuple[DraftPass, CheckPass, _Ending]] = {}  # passes stay: so do their ids
-        self._weights: dict[tuple[int, int], tuple[Weights, Tensor]] = {}  # and arrays
+        self._tails: dict[int, tuple[DraftPass, _Tail]] = {}  # by the ids of passes, which stay
+        self._endings: dict[tuple[int, int], tuple[DraftPass, CheckPass, _Ending]] = {}  # likewise
+        self._weights: dict[tuple[int, int], tuple[Weights, Tensor]] = {}  # by those of arrays
         self._watch = Stopwatch(self.device)
+
+    def prepare(self, taps: Tensor) -> None:
+        """Record what follows the drafts that are recorded by now; `taps` is the target's buffer."""
+        for draft in self.drafter.passes:
+            self._find_tail(draft, taps)
 
     def can_run(self, num_requests: int, block_size: int, num_tokens: int) -> bool:
         return self.drafter.can_plan(num_requests, block_size) and self.runner.can_plan(num_requests, num_tokens)
@@ -90,7 +108,7 @@ class JointStep:
         check.run()
         ending.accept()
         watch.mark(3)
-        ending.finish()
+        ending.tail.run()
         return JointFlight(requests, ending)
 
     def land(self, flight: JointFlight, is_wanted: Sequence[bool]) -> Joined:
@@ -110,6 +128,28 @@ class JointStep:
     def wait(self) -> None:
         self._watch.wait(3)
 
+    def _find_tail(self, draft: DraftPass, taps: Tensor) -> _Tail:
+        if id(draft) not in self._tails:
+            self._tails[id(draft)] = draft, self._record_tail(draft, taps)
+        return self._tails[id(draft)][1]
+
+    @torch.inference_mode()
+    def _record_tail(self, draft: DraftPass, taps: Tensor) -> _Tail:
+        plan, num_tokens = draft.plan, draft.plan.num_requests * draft.plan.count
+        _clear(plan)
+        tail = _Tail(*(self._on_device(size) for size in (num_tokens, plan.num_requests, num_tokens, num_tokens)))
+        paths = tail.paths.view(plan.num_requests, -1)
+
+        @torch.inference_mode()
+        def run() -> None:
+            """Accepted rows to their places, and to the drafter. The target's rows start where the anchor stands."""
+            slots, starts = plan.inputs.slots, plan.anchor_positions.contiguous()
+            self._kernels.move_rows(self.runner.cache.rows, slots, starts, paths, tail.counts)
+            self.drafter.store(taps, tail.rows, tail.positions, slots, plan.inputs.starts)
+
+        tail.run = capture(run, self.device, self._pool)
+        return tail
+
     def _find_ending(self, draft: DraftPass, check: CheckPass) -> _Ending:
         key = (id(draft), id(check))
         if key not in self._endings:
@@ -118,42 +158,25 @@ class JointStep:
 
     @torch.inference_mode()
     def _record_ending(self, draft: DraftPass, check: CheckPass) -> _Ending:
+        assert check.taps is not None
         num_requests, num_drafted = draft.plan.num_requests, draft.plan.count
-        target, drafter, taps = check.plan.inputs, draft.plan.inputs, check.taps
-        assert taps is not None
-        for plan in (draft.plan, check.plan):  # recording runs the kernels, which must not meet the slots of a step
-            plan.clear()
-            plan.staging.send()
-
-        def on_device(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.int32, device=self.device)
-
-        def on_host(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, pin_memory=self.device.type == "cuda")
-
+        tail = self._find_tail(draft, check.taps)
         ending = _Ending(
-            on_device(num_requests, check.plan.count),
-            on_host(num_requests, REPORT, dtype=torch.float32),
-            on_host(num_requests, 1 + num_drafted, dtype=torch.int32),
+            tail,
+            self._on_device(num_requests, check.plan.count),
+            self._on_host(num_requests, REPORT, dtype=torch.float32),
+            self._on_host(num_requests, 1 + num_drafted, dtype=torch.int32),
         )
-        paths, counts = on_device(num_requests, num_drafted), on_device(num_requests)
-        rows, positions = on_device(num_requests * num_drafted), on_device(num_requests * num_drafted)
+        paths = tail.paths.view(num_requests, -1)
 
         @torch.inference_mode()
         def accept() -> None:
             self._kernels.accept_trees(
-                check.best, target.token_ids, ending.parents, drafter.starts, paths, counts, rows, positions,
-                ending.accepted,
+                check.best, check.plan.inputs.token_ids, ending.parents, draft.plan.inputs.starts, paths, tail.counts,
+                tail.rows, tail.positions, ending.accepted,
             )  # fmt: skip
 
-        @torch.inference_mode()
-        def finish() -> None:
-            """Accepted rows to their places, and to the drafter."""
-            self._kernels.move_rows(self.runner.cache.rows, target.slots, target.starts, paths, counts)
-            self.drafter.store(taps, rows, positions, drafter.slots, drafter.starts)
-
         ending.accept = capture(accept, self.device, self._pool)
-        ending.finish = capture(finish, self.device, self._pool)
         return ending
 
     def _find_growth(self, draft: DraftPass, check: CheckPass, ending: _Ending, ahead: Ahead) -> Callable[[], None]:
@@ -180,6 +203,18 @@ class JointStep:
             rows = [part[np.minimum(np.arange(depth), len(part) - 1)] for part in weights]
             self._weights[key] = weights, torch.from_numpy(np.stack(rows)).to(self.device)
         return self._weights[key][1]
+
+    def _on_device(self, *shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device=self.device)
+
+    def _on_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+
+def _clear(plan: PassPlan) -> None:
+    """Recording runs the kernels, which must not meet the slots of a step."""
+    plan.clear()
+    plan.staging.send()
 
 
 def build_joint(runner: TargetRunner, drafter: Drafter | None) -> JointStep | None:

@@ -99,6 +99,8 @@ class LLM:
             taps = self.engine.runner.prepare(size, drafter.tap_layers if drafter else ())
             if isinstance(drafter, PlannedDFlashDrafter | PlannedEagle3Drafter) and taps is not None:
                 drafter.prepare(size, taps)
+                if self.engine.joint is not None:
+                    self.engine.joint.prepare(taps)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a collection of texts too; the first match wins

@@ -163,7 +163,7 @@ class JointStep:
         tail = self._find_tail(draft, check.taps)
         ending = _Ending(
             tail,
-            self._on_device(num_requests, check.plan.count),
+            self._on_device(num_requests, check.plan.count) - 1,
             self._on_host(num_requests, REPORT, dtype=torch.float32),
             self._on_host(num_requests, 1 + num_drafted, dtype=torch.int32),
         )

@@ -207,7 +207,7 @@ def _accept(  # type: ignore[no-untyped-def]
     path = tl.zeros([PAD_PATH], tl.int32)
     length = 1
     node = tl.min(tl.where(above == 0, nodes, PAD), axis=0)
-    while node < PAD:
+    while (node < PAD) & (length < PAD_PATH):  # the second part ends what is no tree, as when a pass is recorded
         path = tl.where(steps == length, node, path)
         length += 1
         node = tl.min(tl.where(above == node, nodes, PAD), axis=0)

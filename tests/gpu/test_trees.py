@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.models import trees_reference as reference
-from blockpilot.models.trees_reference import REPORT, Blocks, Trees
+from blockpilot.models.trees_reference import REPORT, Blocks, NextBlocks, Trees
 from tests.gpu.conftest import DEVICE
 
 pytestmark = pytest.mark.gpu
@@ -167,12 +167,21 @@ def test_accepted_paths_are_those_of_the_reference(  # type: ignore[no-untyped-d
             flat = torch.full((2, num_requests * num_rows), -9, dtype=torch.int32, device=DEVICE)
             paths = flat.new_full((num_requests, num_rows + 3), -9)
             counts, accepted = flat.new_full((num_requests,), -9), flat.new_full((num_requests, 1 + num_rows), -9)
-            module.accept_trees(best, ids, parents, starts, paths, counts, flat[0], flat[1], accepted)
-            results.append((paths, counts, flat, accepted))
+            blocks = next_blocks(num_requests, num_rows)
+            module.accept_trees(best, ids, parents, starts, paths, counts, flat[0], flat[1], accepted, blocks)
+            written = blocks.next_ids, blocks.next_positions, blocks.next_starts
+            results.append((paths, counts, flat, accepted, *written))
         for found, expected in zip(*results, strict=True):
             assert torch.equal(found, expected)
         longest = max(longest, int(results[0][1].max()))
     assert longest > 3 or size < 10
+
+
+def next_blocks(num_requests: int, num_rows: int, spare_slot: int = 0) -> NextBlocks:
+    slots = torch.arange(num_requests, dtype=torch.int32, device=DEVICE)
+    positions = torch.arange(num_requests * num_rows, dtype=torch.int32, device=DEVICE) + 70
+    written = [torch.full_like(part, -9) for part in (positions, positions, slots)]
+    return NextBlocks(slots, positions, spare_slot, *written)
 
 
 def test_the_host_reads_what_was_written_into_its_memory(kernels) -> None:  # type: ignore[no-untyped-def]
@@ -194,9 +203,12 @@ def test_the_host_reads_what_was_written_into_its_memory(kernels) -> None:  # ty
     )  # fmt: skip
     best = torch.full((12,), 5, device=DEVICE)
     accepted, flat = on_host(parents.new_empty(1, 6)), parents.new_empty(2, 5)
+    following = next_blocks(1, 5, spare_slot=9)
+    numbers = [on_host(part) for part in (following.next_ids, following.next_positions, following.next_starts)]
     kernels.accept_trees(
-        best, expected.token_ids, own_parents, limits[:, 0], flat[:1], flat[1, :1], flat[0], flat[1], accepted
-    )
+        best, expected.token_ids, own_parents, limits[:, 0], flat[:1], flat[1, :1], flat[0], flat[1], accepted,
+        NextBlocks(following.slots, following.positions, 9, *numbers),
+    )  # fmt: skip
     if is_pinned:
         torch.cuda.synchronize()
     for name in ("token_ids", "positions", "masks"):
@@ -204,3 +216,5 @@ def test_the_host_reads_what_was_written_into_its_memory(kernels) -> None:  # ty
     assert torch.equal(own_parents, parents)
     torch.testing.assert_close(own_report, report.cpu(), rtol=1e-4, atol=1e-7)
     assert accepted.tolist() == [[1, 5, 0, 0, 0, 0]]
+    assert numbers[0][0] == 5 and numbers[1].tolist() == (following.positions + 1).tolist()
+    assert numbers[2].tolist() == [12]

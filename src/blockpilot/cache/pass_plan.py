@@ -19,7 +19,7 @@ from blockpilot.core.tree import DraftTree
 from blockpilot.models.fused import PassInputs
 from blockpilot.models.gpu import fused_kernels
 from blockpilot.models.kernels_reference import Noise
-from blockpilot.models.trees_reference import Trees
+from blockpilot.models.trees_reference import NextBlocks, Trees
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (2048, 1 << 30)  # how long slots are, roughly: long ones are read by more programs
@@ -97,7 +97,6 @@ class PassPlan:
             masks=num_tokens * words,
         )
         found = self.staging.device
-        self.limits = found["limits"].view(num_requests, 2)  # of trees that grow on the device: nodes and depth
         self.inputs = PassInputs(
             found["token_ids"],
             found["positions"],
@@ -110,6 +109,13 @@ class PassPlan:
         self.anchor_positions = found["positions"].view(num_requests, count)[:, 0]  # .. and where it stands
         self._sampling = found["sampling"].view(3, num_requests)
         places, host = self.staging.places, self.staging.host
+        self.limits = places["limits"].view(num_requests, 2)  # of trees that grow on the device; it reads them here
+        self.next_blocks = NextBlocks(
+            found["slots"],
+            found["positions"],
+            spare_slot,
+            *(places[name] for name in ("token_ids", "positions", "starts")),
+        )
         self.trees = Trees(places["token_ids"], places["positions"], places["masks"].view(-1, words))
         self._words = host["sampling"].reshape(3, num_requests)  # temperatures and seeds
         self._ids, self._positions = (host[name].reshape(num_requests, count) for name in ("token_ids", "positions"))
@@ -159,10 +165,14 @@ class PassPlan:
             return
         slots, anchor_ids, positions, sizes = zip(*blocks, strict=True)
         self.place(slots, lengths, words)
-        self._limits[: len(blocks)] = limits
+        self.write_limits(limits)
         self._write_shapes([_block_shape(size, self.count) for size in sizes], positions)
         self._ids[:] = mask_id
         self._ids[: len(blocks), 0] = anchor_ids
+
+    def write_limits(self, limits: Sequence[tuple[int, int]]) -> None:
+        """The most nodes and the greatest depth of each request's tree."""
+        self._limits[: len(limits)] = limits
 
     def _write_tree(self, slot: int, tree: DraftTree, lengths: Sequence[int], words: Words) -> None:
         """Of the only request. It waits for every microsecond of this, and one call for all arrays takes the fewest."""

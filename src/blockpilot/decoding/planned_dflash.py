@@ -35,6 +35,7 @@ class DraftPass:
     run: Callable[[], None] = field(init=False)
     fetch: Callable[[], None] = field(init=False)  # brings the ranking to the host
     ranking: Ranking = field(init=False)  # on the device, of the last run
+    num_starts: int = 0
     _shown: dict[tuple[int, int, int], Candidates] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -149,6 +150,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
             self.model.config.mask_token_id,
             [request.limits for request in requests],
         )
+        draft.num_starts += 1
         draft.run()
 
     def _draft(self, num_requests: int, count: int, context: int, width: int) -> DraftPass:

@@ -51,6 +51,7 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.scheduler = Scheduler(token_budget)
         self._flight: Flight | None = None  # the step on its way
+        self._since: float | None = None  # when the last one landed, if it did so in this call
         self._landed: list[Sequence] = []  # requests that a step has brought something, whose text may not be known
         self._news: list[Update] = []  # not yet handed over
         self._next_id = 0
@@ -86,6 +87,7 @@ class Engine:
         A step that a device takes alone is begun here and ends with the next call: meanwhile the host makes text of the
         tokens of the step before, and the caller does what it does with them.
         """
+        self._since = None
         self.settle()
         self._tell([sequence for sequence in self._landed if sequence.finish_reason])  # their slots are free now
         touched, self._landed = [sequence for sequence in self._landed if sequence.slot >= 0], []
@@ -97,10 +99,11 @@ class Engine:
             in_pass = [sequence for sequence, _ in chunks]
             if chunks:
                 self._prefill(chunks)
+                self._since = None
             touched += in_pass
             in_pass = [sequence for sequence in self.scheduler.decoding if sequence.finish_reason is None]
             if in_pass:
-                self._flight = begin(in_pass, self.runner, self.drafter, self.joint)
+                self._flight = begin(in_pass, self.runner, self.drafter, self.joint, self._since)
                 if self._flight.is_over:
                     touched = list(dict.fromkeys(touched + self._land()))
         except BaseException:
@@ -130,7 +133,8 @@ class Engine:
     def _land(self) -> list[Sequence]:
         assert self._flight is not None
         flight, self._flight = self._flight, None
-        return land(flight, self.joint)
+        grown, self._since = land(flight, self.joint)
+        return grown
 
     def abort(self, request_id: int) -> Completion | None:
         """End a request now; its slot is free again. None when it has already left."""

@@ -6,6 +6,8 @@ makes text of the tokens. A step that cannot go this way takes the host's (`spec
 to the rounding of path probabilities.
 """
 
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -32,6 +34,7 @@ class Joined(NamedTuple):
 
     emitted_ids: list[list[int]]
     reports: list[list[float]]  # as `grow_trees` tells them: tokens that were checked, depth, promised, head
+    landed: float  # when the host knew
     draft_seconds: float
     growth_seconds: float
     verify_seconds: float
@@ -63,11 +66,25 @@ class _Ending:
         self.accepted_ids, self.reported = self.accepted.numpy(), self.report.numpy()
 
 
+@dataclass
+class _Ready:
+    """A draft that was begun before anybody asked for it."""
+
+    draft: DraftPass
+    num_starts: int  # of that pass; if there are more, somebody else has used it
+    blocks: list[tuple[int, int, int, int]] | None = None  # slot, anchor, position and size; None: not known yet
+
+    def is_for(self, draft: DraftPass, requests: Sequence[DraftRequest]) -> bool:
+        is_same = draft is self.draft and draft.num_starts == self.num_starts
+        return is_same and self.blocks == [request[:4] for request in requests]
+
+
 class JointFlight(NamedTuple):
     """A step that the device has begun."""
 
     requests: Sequence[DraftRequest]
     ending: _Ending
+    watch: Stopwatch
 
 
 class JointStep:
@@ -78,7 +95,8 @@ class JointStep:
         self._tails: dict[int, tuple[DraftPass, _Tail]] = {}  # by the ids of passes, which stay
         self._endings: dict[tuple[int, int], tuple[DraftPass, CheckPass, _Ending]] = {}  # likewise
         self._weights: dict[tuple[int, int], tuple[Weights, Tensor]] = {}  # by those of arrays
-        self._watch = Stopwatch(self.device)
+        self._watches = deque([Stopwatch(self.device), Stopwatch(self.device)])  # of this step, and of the next
+        self._ready: _Ready | None = None  # the next step's draft
 
     def prepare(self, taps: Tensor) -> None:
         """Record what follows the drafts that are recorded by now; `taps` is the target's buffer."""
@@ -88,18 +106,26 @@ class JointStep:
     def can_run(self, num_requests: int, block_size: int, num_tokens: int) -> bool:
         return self.drafter.can_plan(num_requests, block_size) and self.runner.can_plan(num_requests, num_tokens)
 
-    def start(self, requests: Sequence[DraftRequest], ahead: Ahead) -> JointFlight:
-        """Begin a step; `ahead` says how all choose nodes. No other may begin before it has been brought home."""
+    def start(self, requests: Sequence[DraftRequest], ahead: Ahead, *, is_last: bool = False) -> JointFlight:
+        """Begin a step; `ahead` says how all choose nodes. No other may begin before this one has landed.
+
+        The next step will most likely draft for the same requests, with the same sizes: unless `is_last`, or unless a
+        request is about to end, the device goes on to that draft while the host learns what was accepted.
+        """
         slots = [request.slot for request in requests]
         num_tokens = 1 + max([request.limits[0] for request in requests])
         draft = self.drafter.find_pass(requests)
         check = self.runner.find_pass(slots, num_tokens, self.drafter.tap_layers)
         ending = self._find_ending(draft, check)
         grow = self._find_growth(draft, check, ending, ahead)
-        watch = self._watch
-        watch.mark(0)
-        self.drafter.start(draft, requests)
-        watch.mark(1)
+        watch = self._watches[0]
+        if self._ready is not None and self._ready.is_for(draft, requests):
+            draft.plan.write_limits([request.limits for request in requests])
+        else:
+            self.cancel()
+            watch.mark(0)
+            self.drafter.start(draft, requests)
+            watch.mark(1)
         for slot in slots:
             self.runner.cache.append(slot, num_tokens)
         check.plan.place(slots, self.runner.cache.lengths, [request.params.words for request in requests])
@@ -109,24 +135,39 @@ class JointStep:
         ending.accept()
         watch.mark(3)
         ending.tail.run()
-        return JointFlight(requests, ending)
+        self._watches.rotate()
+        self._ready = None
+        if not is_last and all(request.limits[1] == request.block_size - 1 for request in requests):
+            self._watches[0].mark(0)
+            draft.run()
+            self._watches[0].mark(1)
+            self._ready = _Ready(draft, draft.num_starts)
+        return JointFlight(requests, ending, watch)
 
     def land(self, flight: JointFlight, is_wanted: Sequence[bool]) -> Joined:
         """Wait for the step. The caches keep what was accepted, of requests that are still wanted."""
-        self.wait()
-        requests, ending = flight
+        requests, ending, watch = flight
+        watch.wait(3)
+        landed = time.perf_counter()
         accepted = ending.accepted_ids[: len(requests)].tolist()
-        emitted, keep, extend = [], self.runner.cache.keep_first, self.drafter.cache.extend
+        emitted, blocks = [], []
+        keep, extend = self.runner.cache.keep_first, self.drafter.cache.extend
         for request, row, is_kept in zip(requests, accepted, is_wanted, strict=True):
             count = row[0]
             emitted.append(row[1 : count + 1])
+            blocks.append((request.slot, row[count], request.position + count, request.block_size))
             if is_kept:
                 keep(request.slot, count)
                 extend(request.slot, count)
-        return Joined(emitted, ending.reported[: len(requests)].tolist(), *self._watch.seconds())
+        if self._ready is not None:
+            self._ready.blocks = blocks
+        return Joined(emitted, ending.reported[: len(requests)].tolist(), landed, *watch.seconds())
 
-    def wait(self) -> None:
-        self._watch.wait(3)
+    def cancel(self) -> None:
+        """Before the host drafts itself: the device may be drafting out of the plan that the host is about to write."""
+        if self._ready is not None:
+            self._watches[0].wait(1)
+            self._ready = None
 
     def _find_tail(self, draft: DraftPass, taps: Tensor) -> _Tail:
         if id(draft) not in self._tails:
@@ -173,7 +214,7 @@ class JointStep:
         def accept() -> None:
             self._kernels.accept_trees(
                 check.best, check.plan.inputs.token_ids, ending.parents, draft.plan.inputs.starts, paths, tail.counts,
-                tail.rows, tail.positions, ending.accepted,
+                tail.rows, tail.positions, ending.accepted, draft.plan.next_blocks,
             )  # fmt: skip
 
         ending.accept = capture(accept, self.device, self._pool)

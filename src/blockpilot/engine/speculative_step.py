@@ -63,34 +63,48 @@ def speculative_step(
 
 
 def begin(
-    sequences: Collection[Sequence], runner: TargetRunner, drafter: Drafter | None, joint: JointStep | None
+    sequences: Collection[Sequence],
+    runner: TargetRunner,
+    drafter: Drafter | None,
+    joint: JointStep | None,
+    since: float | None = None,
 ) -> Flight:
-    """With `joint`, a GPU goes from the draft to the accepted tokens without the host, where it can."""
+    """With `joint`, a GPU goes from the draft to the accepted tokens without the host, where it can.
+
+    `since` is when the step before had landed, if nothing but this has happened since.
+    """
     started = time.perf_counter()
     inputs = _inputs(sequences, drafter)
     sizes = _choose(sequences, inputs)
     choice_seconds = time.perf_counter() - started
-    work = None if joint is None else _start_jointly(sequences, inputs, sizes, joint)
-    return Flight(
-        sequences, inputs, sizes, started, choice_seconds, work or _carry_out(sequences, inputs, sizes, runner, drafter)
-    )
+    work: Carried | JointFlight | None = None
+    if joint is not None:
+        work = _start_jointly(sequences, inputs, sizes, joint)
+        if work is None:
+            joint.cancel()
+    work = work or _carry_out(sequences, inputs, sizes, runner, drafter)
+    return Flight(sequences, inputs, sizes, since or started, choice_seconds, work)
 
 
-def land(flight: Flight, joint: JointStep | None) -> list[Sequence]:
-    """Answers grow, but for their text (`Sequence.write`). Requests that have left meanwhile get nothing."""
-    sequences, carried = flight.sequences, flight.work
+def land(flight: Flight, joint: JointStep | None) -> tuple[list[Sequence], float]:
+    """Answers grow, but for their text (`Sequence.write`); which, and when the step was over.
+
+    Requests that have left meanwhile get nothing.
+    """
+    sequences, carried, landed = flight.sequences, flight.work, time.perf_counter()
     is_wanted = [sequence.slot >= 0 for sequence in sequences]
     if isinstance(carried, JointFlight):
         assert joint is not None
         joined = joint.land(carried, is_wanted)
+        landed = joined.landed
         _learn(flight, carried.requests, joined.reports)
         num_checked = [int(report[0]) for report in joined.reports]
         carried = Carried(
             joined.emitted_ids, num_checked, joined.draft_seconds, joined.verify_seconds, joined.growth_seconds
         )
     pilot_seconds = flight.choice_seconds + carried.pilot_seconds
-    seconds = time.perf_counter() - flight.started
-    landed = []
+    seconds = landed - flight.started
+    grown = []
     for index, (sequence, size) in enumerate(zip(sequences, flight.sizes, strict=True)):
         if is_wanted[index]:
             count = sequence.take(carried.emitted_ids[index])
@@ -105,8 +119,8 @@ def land(flight: Flight, joint: JointStep | None) -> list[Sequence]:
                     pilot_seconds,
                 )
             )
-            landed.append(sequence)
-    return landed
+            grown.append(sequence)
+    return grown, landed
 
 
 def _carry_out(

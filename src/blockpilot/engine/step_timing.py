@@ -78,6 +78,8 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
     """Time the plan's passes and name the result. Needs as many free slots as the largest batch."""
     _check_plan(llm, plan)
     llm.engine.settle()
+    if llm.engine.joint is not None:
+        llm.engine.joint.cancel()
     places = [(size, context) for size in plan.batch_sizes for context in plan.contexts]
     drafts: list[CostPoint] = []
     checks: list[CostPoint] = []
@@ -169,8 +171,8 @@ class _Bench:
         """
         if self.joint is not None and tokens > 1:
             limits = (tokens - 1, self.joint_size - 1)
-            self.joint.start([draft._replace(limits=limits) for draft in self._requests(self.joint_size)], self.ahead)
-            self.joint.wait()
+            requests = [draft._replace(limits=limits) for draft in self._requests(self.joint_size)]
+            self.joint.start(requests, self.ahead, is_last=True).watch.wait(3)
             for slot in self.slots:
                 self.runner.cache.keep(slot, [])
             return

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockpilot.models.noise import gumbel_noise
-from blockpilot.models.trees_reference import Blocks, Trees
+from blockpilot.models.trees_reference import Blocks, NextBlocks, Trees
 from blockpilot.models.trees_reference import accept_trees as accept_trees
 from blockpilot.models.trees_reference import grow_trees as grow_trees
 
@@ -127,7 +127,7 @@ class Kernels(Protocol):
 
     def accept_trees(
         self, best: Tensor, token_ids: Tensor, parents: Tensor, starts: Tensor, paths: Tensor, counts: Tensor,
-        rows: Tensor, positions: Tensor, accepted: Tensor,
+        rows: Tensor, positions: Tensor, accepted: Tensor, blocks: NextBlocks,
     ) -> None: ...  # fmt: skip
 
 

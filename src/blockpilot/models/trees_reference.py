@@ -42,6 +42,21 @@ class Trees:
     masks: Tensor  # [R * n, words], a bit for each token of the request: its ancestors and itself
 
 
+@dataclass(frozen=True)
+class NextBlocks:
+    """The blocks of m tokens that come after accepted ones: what the last were, and where the next are written; int32.
+
+    A block moves on by as many tokens as were accepted, and begins with the last of them. Those of the spare slot stay.
+    """
+
+    slots: Tensor  # [R]
+    positions: Tensor  # [R * m]
+    spare_slot: int
+    next_ids: Tensor  # [R * m], only each first one is written
+    next_positions: Tensor  # [R * m]
+    next_starts: Tensor  # [R]
+
+
 class Node(NamedTuple):
     path: float  # how likely it and all above it are right
     parent: int
@@ -79,13 +94,13 @@ def grow_trees(
 
 def accept_trees(
     best: Tensor, token_ids: Tensor, parents: Tensor, starts: Tensor, paths: Tensor, counts: Tensor, rows: Tensor,
-    positions: Tensor, accepted: Tensor,
+    positions: Tensor, accepted: Tensor, blocks: NextBlocks,
 ) -> None:  # fmt: skip
     """Walk every tree [R * n] along the tokens `best` [R * n] that the target has after each node.
 
     The nodes on the way go to `paths` [R, W], the anchor first, their number to `counts` [R] and, with the m tokens
     that they emit, to `accepted` [R, 1 + m]. `rows` [R * m] name the nodes among those of all requests, the anchor
-    where there are no more, and `positions` [R * m] the places behind each of `starts` [R].
+    where there are no more, and `positions` [R * m] the places behind each of `starts` [R], where a drafter's rows end.
     """
     num_requests, count = parents.shape
     num_rows = len(rows) // num_requests
@@ -101,6 +116,10 @@ def accept_trees(
         _write(rows[own], [anchor + node for node in path[:num_rows]], anchor)
         _write(positions[own], range(int(starts[request]), int(starts[request]) + num_rows))
         _write(accepted[request], [len(path), *(wanted[request][node] for node in path[:num_rows])])
+        shift = 0 if int(blocks.slots[request]) == blocks.spare_slot else len(path)
+        blocks.next_ids[own][0] = wanted[request][path[-1]]
+        blocks.next_positions[own] = (blocks.positions[own] + shift).to(blocks.next_positions.device)
+        blocks.next_starts[request] = int(starts[request]) + shift
 
 
 def _shares(blocks: Blocks, weights: Tensor | None, temperatures: Tensor) -> Tensor:

@@ -9,9 +9,11 @@ from blockpilot import load_pilot
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import DraftRequest
+from blockpilot.decoding.planned_dflash import DraftPass, PlannedDFlashDrafter
 from blockpilot.engine.joint_step import JointFlight, JointStep
 from blockpilot.engine.llm import LLM
 from blockpilot.engine.planned_runner import PlannedRunner
+from blockpilot.models.gpu import Stopwatch
 from blockpilot.pilots.base import Ahead
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts
@@ -34,9 +36,9 @@ class Runs(list[int]):
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     counted, start = Runs(), JointStep.start
 
-    def count(self: JointStep, requests: Sequence[DraftRequest], ahead: Ahead) -> JointFlight:
+    def count(self: JointStep, requests: Sequence[DraftRequest], ahead: Ahead, **options: bool) -> JointFlight:
         counted.append(len(requests))
-        return start(self, requests, ahead)
+        return start(self, requests, ahead, **options)
 
     monkeypatch.setattr(JointStep, "start", count)
     return counted
@@ -157,7 +159,7 @@ def test_a_step_that_fails_on_its_way_frees_its_requests(monkeypatch: pytest.Mon
     engine.add_request(llm.tokenizer.encode(PROMPTS[0]), params, load_pilot("fixed:4"))
     engine.step()
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="lost"):
-        patch.setattr(JointStep, "wait", lambda self: (_ for _ in ()).throw(RuntimeError("lost")))
+        patch.setattr(Stopwatch, "wait", lambda self, index: (_ for _ in ()).throw(RuntimeError("lost")))
         engine.step()
     assert engine.runner.cache.num_free == 4 and not engine.has_work
     assert llm.generate(PROMPTS[0], params, pilot="fixed:4", is_raw=True).num_tokens == 24
@@ -174,3 +176,24 @@ def test_texts_and_stop_strings_do_not_wait(runs: Runs) -> None:
     expected = llm.generate(PROMPTS[1], replace(params, stop=(stop,)), pilot="ar", is_raw=True)
     found = llm.generate(PROMPTS[1], replace(params, stop=(stop,)), pilot="tree:15", is_raw=True)
     assert (found.text, found.token_ids, found.finish_reason) == (expected.text, expected.token_ids, "stop")
+
+
+@pytest.mark.parametrize("num_prompts", [1, 4])
+def test_the_next_draft_is_begun_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, num_prompts: int) -> None:
+    """And used if it is what the next step wants: not where a request has ended, or has left its slot to another."""
+    starts, start = [], PlannedDFlashDrafter.start
+
+    def count(self: PlannedDFlashDrafter, draft: DraftPass, requests: Sequence[DraftRequest]) -> None:
+        starts.append(len(requests))
+        start(self, draft, requests)
+
+    monkeypatch.setattr(PlannedDFlashDrafter, "start", count)
+    llm = build(num_slots=num_prompts)
+    params = SamplingParams(max_new_tokens=28, ignore_eos=True)
+    plain = llm.generate(PROMPTS + PROMPTS[::-1], params, pilot="ar", is_raw=True)
+    for pilot in ("fixed:8", "tree:15"):
+        starts.clear()
+        found = llm.generate(PROMPTS + PROMPTS[::-1], params, pilot=pilot, is_raw=True)
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
+        num_steps = sum(len(answer.steps) for answer in found)
+        assert 0 < sum(starts) < 0.7 * num_steps

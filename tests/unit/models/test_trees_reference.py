@@ -9,7 +9,7 @@ from blockpilot.core.candidates import Candidates
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.verification import accept
 from blockpilot.models import kernels_reference, trees_reference
-from blockpilot.models.trees_reference import HEAD, REPORT, Blocks, Trees, accept_trees, grow_trees
+from blockpilot.models.trees_reference import HEAD, REPORT, Blocks, NextBlocks, Trees, accept_trees, grow_trees
 from blockpilot.pilots import calibration
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.forecast import HEAD as PILOTS_HEAD
@@ -156,7 +156,11 @@ def test_accepted_paths_are_those_of_decoding() -> None:
         paths, counts = torch.full((3, width), -9, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
         rows, positions = torch.full((2, 3 * num_rows), -9, dtype=torch.int32)
         accepted, starts = torch.full((3, 1 + num_rows), -9, dtype=torch.int32), torch.tensor([4, 50, 0])
-        accept_trees(best, ids.view(-1), parents, starts.int(), paths, counts, rows, positions, accepted)
+        before = torch.arange(3 * num_rows, dtype=torch.int32)
+        next_ids, next_positions = torch.full((2, 3 * num_rows), -9, dtype=torch.int32)
+        next_starts = torch.full((3,), -9, dtype=torch.int32)
+        blocks = NextBlocks(torch.tensor([5, 8, 9]), before, 8, next_ids, next_positions, next_starts)
+        accept_trees(best, ids.view(-1), parents, starts.int(), paths, counts, rows, positions, accepted, blocks)
         for request, tree in enumerate(trees):
             expected = accept(tree, best[request * size : (request + 1) * size].tolist())
             length = len(expected.path)
@@ -167,6 +171,10 @@ def test_accepted_paths_are_those_of_decoding() -> None:
             assert rows[own].tolist() == [anchor + node for node in expected.path] + [anchor] * (num_rows - length)
             assert positions[own].tolist() == list(range(int(starts[request]), int(starts[request]) + num_rows))
             assert accepted[request].tolist() == [length, *expected.emitted_ids, *[0] * (num_rows - length)]
+            shift = 0 if request == 1 else length  # the second is in the spare slot
+            assert next_ids[own].tolist() == [expected.emitted_ids[-1], *[-9] * (num_rows - 1)]
+            assert next_positions[own].tolist() == (before[own] + shift).tolist()
+            assert next_starts[request] == starts[request] + shift
     assert max(lengths) > 3 and min(lengths) == 1
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from blockpilot.models import trees_reference
 from blockpilot.models.gpu_kernels.launching import can_overlap, launch, wait
-from blockpilot.models.trees_reference import HEAD, Blocks, Trees
+from blockpilot.models.trees_reference import HEAD, Blocks, NextBlocks, Trees
 
 MAX_NODES, MAX_POSITIONS, MAX_WIDTH = 128, 63, 16  # what an entry has bits for
 MIN_NODES = 32  # a lane for each
@@ -190,9 +190,10 @@ def _grow(  # type: ignore[no-untyped-def]
     tl.store(masks + places, seen, mask=is_token[:, None] & is_word[None, :])
 
 
-@triton.jit(do_not_specialize=["count", "width", "num_rows", "start_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["spare_slot", "count", "width", "num_rows", "start_stride"])  # type: ignore[untyped-decorator]
 def _accept(  # type: ignore[no-untyped-def]
-    best, token_ids, parents, starts, paths, counts, rows, positions, accepted, count, width, num_rows, start_stride,
+    best, token_ids, parents, starts, paths, counts, rows, positions, accepted, slots, block_positions, next_ids,
+    next_positions, next_starts, spare_slot, count, width, num_rows, start_stride,
     PAD: tl.constexpr, PAD_PATH: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     wait(IS_OVERLAPPED)
@@ -217,9 +218,15 @@ def _accept(  # type: ignore[no-untyped-def]
     tl.store(counts + request, length)
     own, is_row = request.to(tl.int64) * num_rows, steps < num_rows
     tl.store(rows + own + steps, request * count + path, mask=is_row)
-    tl.store(positions + own + steps, tl.load(starts + request * start_stride) + steps, mask=is_row)
+    start = tl.load(starts + request * start_stride)
+    tl.store(positions + own + steps, start + steps, mask=is_row)
     tl.store(accepted + own + request, length)
     tl.store(accepted + own + request + 1 + steps, emitted, mask=is_row)
+    shift = tl.where(tl.load(slots + request) == spare_slot, 0, length)
+    last = tl.load(block_positions + own + steps, mask=is_row, other=0)
+    tl.store(next_positions + own + steps, last + shift, mask=is_row)
+    tl.store(next_ids + own, tl.sum(tl.where(steps == length - 1, emitted, 0), axis=0))
+    tl.store(next_starts + request, start + shift)
 
 
 def grow_trees(
@@ -260,20 +267,21 @@ def grow_trees(
 
 def accept_trees(
     best: Tensor, token_ids: Tensor, parents: Tensor, starts: Tensor, paths: Tensor, counts: Tensor, rows: Tensor,
-    positions: Tensor, accepted: Tensor,
+    positions: Tensor, accepted: Tensor, blocks: NextBlocks,
 ) -> None:  # fmt: skip
     """Walk every tree [R * n] along the tokens `best` [R * n] that the target has after each node.
 
     The nodes on the way go to `paths` [R, W], the anchor first, their number to `counts` [R] and, with the m tokens
     that they emit, to `accepted` [R, 1 + m]. `rows` [R * m] name the nodes among those of all requests, the anchor
-    where there are no more, and `positions` [R * m] the places behind each of `starts` [R].
+    where there are no more, and `positions` [R * m] the places behind each of `starts` [R], where a drafter's rows end.
     """
     (num_requests, count), width = parents.shape, paths.shape[1]
     num_rows = len(rows) // num_requests
     overlap = can_overlap(parents.device)
     kernel: Any = _accept[(num_requests,)]
     kernel(
-        best, token_ids, parents, starts, paths, counts, rows, positions, accepted, count, width, num_rows,
+        best, token_ids, parents, starts, paths, counts, rows, positions, accepted, blocks.slots, blocks.positions,
+        blocks.next_ids, blocks.next_positions, blocks.next_starts, blocks.spare_slot, count, width, num_rows,
         starts.stride(0), PAD=max(MIN_NODES, triton.next_power_of_2(count)),
         PAD_PATH=max(MIN_NODES, triton.next_power_of_2(max(width, num_rows))), IS_OVERLAPPED=overlap, num_warps=1,
         **launch(overlap),

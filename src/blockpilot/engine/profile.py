@@ -32,9 +32,8 @@ def ensure_costs(llm: "LLM") -> StepCosts:
     is_gpu = llm.device_type == "cuda"
     num_free = llm.engine.runner.cache.num_free
     full = 1 << max(num_free, 1).bit_length() - 1  # a power of two: totals of tokens divide by it
-    batch_sizes = (
-        (1, full) if is_gpu and full > 1 else (1,)
-    )  # beside fast passes the host's work for each request shows
+    # beside fast passes the host's work for each request shows, and between batches costs do not run straight
+    batch_sizes = tuple(sorted({*(size for size in (1, 4, 16) if size < full), full})) if is_gpu else (1,)
     known = load_profile(profile_key(llm))
     if known is not None and (known.max_batch_size >= full or not is_gpu or not known.key.get("is_quick")):
         return known

@@ -37,6 +37,7 @@ NUM_CANDIDATES = 16
 NUM_POSITIONS = 15
 NUM_OBSERVED = 3  # tokens a drafted step keeps, for the overhead
 MAX_TOKENS = 64  # of one request in a check that is timed
+BURST = 4  # steps that are timed together where each is begun before the one before is over
 GPU_TOTALS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
 FREE, BEYOND = 1.0, 1e6  # imagined milliseconds: of checks up to a size, and of larger ones
 Report = Callable[[str, int, int], None]  # (what is measured now, done, in all)
@@ -78,8 +79,9 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
     """Time the plan's passes and name the result. Needs as many free slots as the largest batch."""
     _check_plan(llm, plan)
     llm.engine.settle()
-    if llm.engine.joint is not None:
-        llm.engine.joint.cancel()
+    for stepper in (llm.engine.joint, getattr(llm.engine, "plain", None)):
+        if stepper is not None:
+            stepper.cancel()
     places = [(size, context) for size in plan.batch_sizes for context in plan.contexts]
     drafts: list[CostPoint] = []
     checks: list[CostPoint] = []
@@ -96,12 +98,13 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
                 overheads[batch_size] = float(np.median([bench.overhead() for _ in range(3)]))
             first = next(iter(overheads.values()))
             more = max(overheads[batch_size] - first, 0.0)  # a larger batch has more to keep and to show the drafter
-            joint_ms = float(np.median(times["draft", bench.joint_size])) if bench.joint_size else 0.0
+            joint_ms = first + float(np.median(times["draft", bench.joint_size])) if bench.joint_size else 0.0
             for (kind, tokens), values in times.items():
-                if kind == "verify":
-                    extra = more - (joint_ms if tokens > 1 else 0.0)
-                    values = [max(value + extra, 0.0) for value in values]
+                if kind == "verify" and bench.is_joint(tokens):  # whole steps
+                    values = [max(value / BURST - joint_ms, 0.0) for value in values]
                     checks.append(_point(values, tokens, batch_size, context))
+                elif kind == "verify":
+                    checks.append(_point([value + more for value in values], tokens, batch_size, context))
                 elif is_first:
                     drafts.append(_point(values, tokens, batch_size, context))
     report("draft and check times", len(places), len(places))
@@ -167,14 +170,10 @@ class _Bench:
     def verify(self, tokens: int) -> None:
         """Decide on a tree of that many tokens for each request, check it and walk it, as a step does.
 
-        Where the device does that without the host, it does so right behind a draft of `joint_size`.
+        Where the device does that without the host, some steps are taken one behind the other.
         """
-        if self.joint is not None and tokens > 1:
-            limits = (tokens - 1, self.joint_size - 1)
-            requests = [draft._replace(limits=limits) for draft in self._requests(self.joint_size)]
-            self.joint.start(requests, self.ahead, is_last=True).watch.wait(3)
-            for slot in self.slots:
-                self.runner.cache.keep(slot, [])
+        if self.is_joint(tokens):
+            self._take_steps(tokens)
             return
         trees = list(zip(self.slots, self._select(tokens), strict=True))
         result = self.runner.verify(trees, self.tap_layers)
@@ -182,6 +181,25 @@ class _Bench:
         for (slot, tree), start in zip(trees, result.row_starts, strict=True):
             accept(tree, best[start : start + len(tree)])
             self.runner.cache.keep(slot, [])
+
+    def is_joint(self, tokens: int) -> bool:
+        return self.joint is not None and tokens > 1
+
+    def _take_steps(self, tokens: int) -> None:
+        """As an engine does: with drafts of `joint_size`, each begun before the host knows what was accepted."""
+        assert self.joint is not None and self.drafter is not None
+        limits = (tokens - 1, self.joint_size - 1)
+        requests = [draft._replace(limits=limits) for draft in self._requests(self.joint_size)]
+        for index in range(BURST):
+            flight = self.joint.start(requests, self.ahead, is_last=index == BURST - 1)
+            emitted = self.joint.land(flight, [True] * len(requests)).emitted_ids
+            requests = [
+                request._replace(anchor_id=ids[-1], position=request.position + len(ids))
+                for request, ids in zip(requests, emitted, strict=True)
+            ]
+        for slot in self.slots:
+            self.runner.cache.rewind(slot, self.context)
+            self.joint.drafter.cache.rewind(slot, self.context)
 
     def _select(self, tokens: int) -> list[DraftTree]:
         """Trees of adaptive pilots to whom that many tokens are free and more are not; anchors of plain decoding."""

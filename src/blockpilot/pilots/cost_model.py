@@ -102,7 +102,10 @@ class CostSurface:
         low = self.curves[below](totals)
         if above == below:
             return low
-        high = np.maximum(self.curves[above](totals), low)
+        high, last = self.curves[above](totals), self.curves[below].x[-1:]
+        more = self.curves[below](last) + high - self.curves[above](last)
+        low = np.where(totals > last, np.maximum(low, more), low)  # beyond what was measured, as in the larger batch
+        high = np.maximum(high, low)
         return low + (high - low) * (batch_size - below) / (above - below)
 
 

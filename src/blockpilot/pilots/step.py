@@ -29,7 +29,7 @@ from blockpilot.pilots.step_table import StepTable, StepTables
 from blockpilot.pilots.together import Together
 
 DRAFT_SIZES = (4, 8, 16)
-REVIEW = 4  # steps that keep a draft size: forecasts move slowly, and asking for one takes a request that is alone time
+REVIEW = 4  # steps that keep what was chosen before a draft: forecasts move slowly, and asking for one takes time
 WIDTH = 16  # candidates per position a tree may branch into
 
 
@@ -233,9 +233,13 @@ class StepPilot(Pilot):
 
     def _begin_round(self, inputs: PilotInputs, count: int) -> None:
         together = self._together
+        if together.num_kept and inputs.batch_size == together.batch_size:
+            together.num_kept -= 1
+            return
         table = self._tables.at(inputs.batch_size, inputs.context_length)
         best, together.num_nodes = self._choose_check(together.recent, together.gate, table, count)
         together.draft_size = self.draft_sizes[best] if best >= 0 else 0
+        together.batch_size, together.num_kept = inputs.batch_size, 0 if together.gate.is_closed else REVIEW - 1
 
     def _choose_check(self, recent: Recent, gate: Gate, table: StepTable, count: int) -> tuple[int, int]:
         """Which draft size, and how many nodes to check; -1: do not draft."""

@@ -21,6 +21,8 @@ class Together:
     gate: Gate = field(default_factory=Gate)
     draft_size: int = 0
     num_nodes: int = 0
+    batch_size: int = 0  # for which both were chosen
+    num_kept: int = 0  # rounds for which they hold
     _members: list["weakref.ref[Any]"] = field(default_factory=list)  # pilots of requests
     _asked: set[int] = field(default_factory=set)  # those that have asked in this round
 
@@ -31,7 +33,7 @@ class Together:
         self._members.append(weakref.ref(member))
 
     def forget(self) -> None:
-        self.recent, self.gate, self._asked = Recent(), Gate(), set()
+        self.recent, self.gate, self.num_kept, self._asked = Recent(), Gate(), 0, set()
 
     def find_beginner(self, members: Sequence[object]) -> int:
         """The place of the one who begins a round, of members who ask one after the other; their number: none does.

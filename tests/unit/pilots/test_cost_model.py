@@ -106,3 +106,14 @@ def test_padded_checks_cost_what_the_next_size_costs() -> None:
     costs = StepCosts((), tuple(CostPoint(n, float(n)) for n in (1, 4, 16)), padding=(1, 4, 16))
     assert costs.verify_row(6).tolist() == [1, 4, 4, 4, 16, 16]
     assert costs.verify_ms(5) == costs.verify_ms(16) and costs.verify_ms(20) == pytest.approx(20)
+
+
+def test_beyond_what_a_small_batch_was_measured_for_costs_rise_as_in_a_large_one() -> None:
+    """One request is timed up to 64 tokens, and those are nearly free; 4 x 64 tokens are not."""
+    flat = [CostPoint(tokens, 1.0 + 0.001 * tokens) for tokens in (1, 16, 32, 64)]
+    steep = [CostPoint(tokens, 1.0 + 0.4 * tokens, batch_size=64) for tokens in (1, 4, 16)]
+    costs = StepCosts(verify=(*flat, *steep))
+    assert costs.verify_ms(64) == pytest.approx(1.064)
+    assert costs.verify_ms(16, batch_size=4) == pytest.approx(1.064, rel=0.05)  # 64 tokens in all
+    rise = costs.verify_ms(64, batch_size=4) - costs.verify_ms(16, batch_size=4)
+    assert rise == pytest.approx(3 * 0.4, rel=0.01)  # of 192 more

@@ -74,7 +74,7 @@ class TreePilot(Pilot):
         return self.draft_size or inputs.trained_block_size
 
     def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
-        return grow_tree(candidates, self.num_nodes)
+        return grow_tree(candidates, self.num_nodes, inputs.num_remaining - 1)
 
     def ahead(self, inputs: PilotInputs) -> Ahead:
         return Ahead(self.num_nodes)
@@ -84,10 +84,10 @@ class TreePilot(Pilot):
         stack = shared_stack(drafts)
         if stack is None or switch.load_compiled() is None:
             return super().select_trees(team)
-        requests = [(draft.row, anchor_id, draft.num_positions) for _, _, draft, anchor_id in team]
+        requests = [
+            (draft.row, anchor_id, min(draft.num_positions, inputs.num_remaining - 1))
+            for _, inputs, draft, anchor_id in team
+        ]
         shares = exponentials(stack, 1 + max([draft.row for draft in drafts]))
         costs, width = falling_costs(self.num_nodes), drafts[0].width
-        forest = grow_stacked(shares, requests, NO_WEIGHTS, costs, trust=1.0, width=width, is_chain=False)
-        return [
-            tree.up_to(inputs.num_remaining - 1) for tree, (_, inputs, _, _) in zip(forest.trees, team, strict=True)
-        ]
+        return grow_stacked(shares, requests, NO_WEIGHTS, costs, trust=1.0, width=width, is_chain=False).trees

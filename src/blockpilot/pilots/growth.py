@@ -73,19 +73,20 @@ def grow_chain(candidates: Candidates, max_nodes: int) -> Nodes:
     return nodes
 
 
-def grow_tree(candidates: Candidates, num_nodes: int) -> Nodes:
-    """The `num_nodes` likeliest nodes, best first."""
+def grow_tree(candidates: Candidates, num_nodes: int, depth: int | None = None) -> Nodes:
+    """The `num_nodes` likeliest nodes, best first; none below `depth`, unless the drafter grew the tree itself."""
+    depth = candidates.num_positions if depth is None else min(candidates.num_positions, depth)
     compiled = switch.load_compiled()
     if compiled is not None and candidates.tree is None:
         ids, log_probs, first, pairwise = _plain_arrays(candidates)
         shares = (
             (np.exp(log_probs), first, pairwise) if not len(first) else (log_probs, np.exp(first), np.exp(pairwise))
         )
-        shape = candidates.width, candidates.num_positions
+        shape = candidates.width, depth
         found = np.empty((3, num_nodes + 1), INT)
         count, *_ = compiled.grow(found, ids, *shares, NO_WEIGHTS, *falling_costs(num_nodes), 1.0, *shape, False)
         return list(zip(*found[:2, 1 : count + 1].tolist(), strict=True))
-    return [(parent, token_id) for _, parent, token_id in islice(_tree_stream(candidates), num_nodes)]
+    return [(parent, token_id) for _, parent, token_id in islice(_tree_stream(candidates, depth), num_nodes)]
 
 
 def grow_by_cost(
@@ -318,10 +319,10 @@ def _streams(
     return head, chain if is_chain else best_first(*given)
 
 
-def _tree_stream(candidates: Candidates) -> Stream:
+def _tree_stream(candidates: Candidates, depth: int) -> Stream:
     if candidates.tree is not None:
         return proposed_nodes(candidates.tree)
-    return best_first(*_scores(candidates), candidates.token_ids)
+    return best_first(*_scores(candidates), candidates.token_ids[:depth])
 
 
 def _scores(candidates: Candidates) -> tuple[FloatArray, FloatArray]:

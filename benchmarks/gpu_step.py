@@ -29,6 +29,7 @@ from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest
 from blockpilot.decoding.planned_dflash import MAX_ROWS, PlannedDFlashDrafter
 from blockpilot.engine.joint_step import build_joint
+from blockpilot.engine.plain_step import build_plain
 from blockpilot.engine.planned_runner import PlannedRunner
 from blockpilot.engine.sequence import Sequence
 from blockpilot.engine.speculative_step import speculative_step
@@ -207,10 +208,11 @@ def time_steps(
         )
         for slot in slots
     ]
-    joint, walls = build_joint(runner, drafter), []
+    joint, plain = build_joint(runner, drafter), build_plain(runner)
+    walls = []
     for _ in range(repeats + 3):
         started = time.perf_counter()
-        speculative_step(sequences, runner, drafter, joint)
+        speculative_step(sequences, runner, drafter, joint, plain)
         torch.cuda.synchronize()
         walls.append(1e3 * (time.perf_counter() - started))
     steps = [sequences[0].steps[-1]]

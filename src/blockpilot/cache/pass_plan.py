@@ -133,6 +133,11 @@ class PassPlan:
         """Every request rounds up: nothing of anybody's is touched."""
         self.staging.restore(self._blank)
 
+    def clear_all(self) -> None:
+        """On the device, too, before kernels are recorded that read it there: they run, and must not meet any slot."""
+        self.clear()
+        self.staging.send()
+
     def noise(self, shift: int) -> Noise:
         """Of sampling; `shift` is 0 where a token's logits decide on itself, 1 where they decide on what follows it."""
         return Noise(self._sampling[0].view(torch.float32), self._sampling[1:], self.inputs.positions, shift)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from blockpilot.cache.lookahead import Lookahead
 from blockpilot.cache.pass_plan import REQUESTS, PassPlan, Staging, context_class, context_classes, round_up
 from blockpilot.core.candidates import Candidates, CandidateStack
 from blockpilot.core.config import MAX_BLOCK_SIZE
@@ -35,7 +36,6 @@ class DraftPass:
     run: Callable[[], None] = field(init=False)
     fetch: Callable[[], None] = field(init=False)  # brings the ranking to the host
     ranking: Ranking = field(init=False)  # on the device, of the last run
-    num_starts: int = 0
     _shown: dict[tuple[int, int, int], Candidates] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,6 +57,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
         self.context_weight = self.model.context_weight().detach()
         is_linear = isinstance(self.head, nn.Linear) and self.head.bias is None
         self._head_weight: Tensor | None = cast(nn.Linear, self.head).weight if is_linear else None
+        self.lookahead = Lookahead()  # a draft of `JointStep`
         self._spare_slot = num_slots
         self._offsets = np.arange(COUNTS[-1], dtype=np.int32)
         self._pool = graph_pool(self.device)
@@ -141,6 +142,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
 
     def start(self, draft: DraftPass, requests: Sequence[DraftRequest]) -> None:
         """Run a pass without waiting for it."""
+        self.lookahead.cancel()
         for request in requests:
             self.cache.append(request.slot, request.block_size)
         draft.plan.write_blocks(
@@ -150,7 +152,6 @@ class PlannedDFlashDrafter(DFlashDrafter):
             self.model.config.mask_token_id,
             [request.limits for request in requests],
         )
-        draft.num_starts += 1
         draft.run()
 
     def _draft(self, num_requests: int, count: int, context: int, width: int) -> DraftPass:

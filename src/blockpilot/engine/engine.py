@@ -15,6 +15,7 @@ from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import Drafter, Observation
 from blockpilot.decoding.sampling import choose_tokens
 from blockpilot.engine.joint_step import build_joint
+from blockpilot.engine.plain_step import build_plain
 from blockpilot.engine.runner import PassResult, TargetRunner
 from blockpilot.engine.scheduler import Scheduler
 from blockpilot.engine.sequence import Sequence
@@ -47,6 +48,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.joint = build_joint(runner, drafter)
+        self.plain = build_plain(runner)
         self.context_length = context_length
         self.eos_token_ids = frozenset(eos_token_ids)
         self.scheduler = Scheduler(token_budget)
@@ -103,7 +105,15 @@ class Engine:
             touched += in_pass
             in_pass = [sequence for sequence in self.scheduler.decoding if sequence.finish_reason is None]
             if in_pass:
-                self._flight = begin(in_pass, self.runner, self.drafter, self.joint, self._since)
+                self._flight = begin(
+                    in_pass,
+                    self.runner,
+                    self.drafter,
+                    joint=self.joint,
+                    plain=self.plain,
+                    since=self._since,
+                    is_joined=bool(self.scheduler.prefilling),
+                )
                 if self._flight.is_over:
                     touched = list(dict.fromkeys(touched + self._land()))
         except BaseException:
@@ -133,7 +143,7 @@ class Engine:
     def _land(self) -> list[Sequence]:
         assert self._flight is not None
         flight, self._flight = self._flight, None
-        grown, self._since = land(flight, self.joint)
+        grown, self._since = land(flight, self.joint, self.plain)
         return grown
 
     def abort(self, request_id: int) -> Completion | None:

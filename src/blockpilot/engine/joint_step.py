@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.cache.pass_plan import PassPlan
 from blockpilot.core.candidates import FloatArray
 from blockpilot.decoding.drafter import Drafter, DraftRequest
 from blockpilot.decoding.planned_dflash import DraftPass, PlannedDFlashDrafter
@@ -66,19 +65,6 @@ class _Ending:
         self.accepted_ids, self.reported = self.accepted.numpy(), self.report.numpy()
 
 
-@dataclass
-class _Ready:
-    """A draft that was begun before anybody asked for it."""
-
-    draft: DraftPass
-    num_starts: int  # of that pass; if there are more, somebody else has used it
-    blocks: list[tuple[int, int, int, int]] | None = None  # slot, anchor, position and size; None: not known yet
-
-    def is_for(self, draft: DraftPass, requests: Sequence[DraftRequest]) -> bool:
-        is_same = draft is self.draft and draft.num_starts == self.num_starts
-        return is_same and self.blocks == [request[:4] for request in requests]
-
-
 class JointFlight(NamedTuple):
     """A step that the device has begun."""
 
@@ -96,7 +82,6 @@ class JointStep:
         self._endings: dict[tuple[int, int], tuple[DraftPass, CheckPass, _Ending]] = {}  # likewise
         self._weights: dict[tuple[int, int], tuple[Weights, Tensor]] = {}  # by those of arrays
         self._watches = deque([Stopwatch(self.device), Stopwatch(self.device)])  # of this step, and of the next
-        self._ready: _Ready | None = None  # the next step's draft
 
     def prepare(self, taps: Tensor) -> None:
         """Record what follows the drafts that are recorded by now; `taps` is the target's buffer."""
@@ -119,13 +104,14 @@ class JointStep:
         ending = self._find_ending(draft, check)
         grow = self._find_growth(draft, check, ending, ahead)
         watch = self._watches[0]
-        if self._ready is not None and self._ready.is_for(draft, requests):
+        lookahead = self.drafter.lookahead
+        if lookahead.take(draft, [request[:4] for request in requests]):  # slot, anchor, position and size
             draft.plan.write_limits([request.limits for request in requests])
         else:
-            self.cancel()
             watch.mark(0)
             self.drafter.start(draft, requests)
             watch.mark(1)
+        self.runner.lookahead.cancel()
         for slot in slots:
             self.runner.cache.append(slot, num_tokens)
         check.plan.place(slots, self.runner.cache.lengths, [request.params.words for request in requests])
@@ -136,12 +122,11 @@ class JointStep:
         watch.mark(3)
         ending.tail.run()
         self._watches.rotate()
-        self._ready = None
         if not is_last and all(request.limits[1] == request.block_size - 1 for request in requests):
             self._watches[0].mark(0)
             draft.run()
             self._watches[0].mark(1)
-            self._ready = _Ready(draft, draft.num_starts)
+            lookahead.begin(draft, self._watches[0], 1)
         return JointFlight(requests, ending, watch)
 
     def land(self, flight: JointFlight, is_wanted: Sequence[bool]) -> Joined:
@@ -159,15 +144,12 @@ class JointStep:
             if is_kept:
                 keep(request.slot, count)
                 extend(request.slot, count)
-        if self._ready is not None:
-            self._ready.blocks = blocks
+        self.drafter.lookahead.expect(blocks)
         return Joined(emitted, ending.reported[: len(requests)].tolist(), landed, *watch.seconds())
 
     def cancel(self) -> None:
-        """Before the host drafts itself: the device may be drafting out of the plan that the host is about to write."""
-        if self._ready is not None:
-            self._watches[0].wait(1)
-            self._ready = None
+        """Before slots change in ways that the drafter does not see: the device may be drafting there."""
+        self.drafter.lookahead.cancel()
 
     def _find_tail(self, draft: DraftPass, taps: Tensor) -> _Tail:
         if id(draft) not in self._tails:
@@ -177,7 +159,7 @@ class JointStep:
     @torch.inference_mode()
     def _record_tail(self, draft: DraftPass, taps: Tensor) -> _Tail:
         plan, num_tokens = draft.plan, draft.plan.num_requests * draft.plan.count
-        _clear(plan)
+        plan.clear_all()
         tail = _Tail(*(self._on_device(size) for size in (num_tokens, plan.num_requests, num_tokens, num_tokens)))
         paths = tail.paths.view(plan.num_requests, -1)
 
@@ -250,12 +232,6 @@ class JointStep:
 
     def _on_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, pin_memory=self.device.type == "cuda")
-
-
-def _clear(plan: PassPlan) -> None:
-    """Recording runs the kernels, which must not meet the slots of a step."""
-    plan.clear()
-    plan.staging.send()
 
 
 def build_joint(runner: TargetRunner, drafter: Drafter | None) -> JointStep | None:

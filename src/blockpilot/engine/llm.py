@@ -101,6 +101,8 @@ class LLM:
                 drafter.prepare(size, taps)
                 if self.engine.joint is not None:
                     self.engine.joint.prepare(taps)
+            if self.engine.plain is not None:
+                self.engine.plain.prepare(size)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a collection of texts too; the first match wins

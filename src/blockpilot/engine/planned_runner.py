@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from blockpilot.cache.lookahead import Lookahead
 from blockpilot.cache.pass_plan import (
     COUNTS,
     GREEDY,
@@ -62,6 +63,7 @@ class PlannedRunner(TargetRunner):
         )
         config = decoder.config
         self.fused = FusedDecoder(decoder, self.cache.rows)
+        self.lookahead = Lookahead()  # a pass of `PlainStep`; nobody else's may come between
         self._spare_slot = num_slots
         self._pool = graph_pool(device)
         self._logits = torch.empty(self.max_rows, config.vocab_size, dtype=dtype, device=device)
@@ -75,14 +77,14 @@ class PlannedRunner(TargetRunner):
     def prepare(self, num_requests: int, tap_layers: Collection[int]) -> Tensor | None:
         """Record the checks of all sizes, for short contexts and, where slots are long, for long ones."""
         rounded = round_up(num_requests, REQUESTS)
-        for context in context_classes(self.cache.capacity):
-            for count in COUNTS:
-                if rounded * count <= self.max_rows:
-                    self._pass(rounded, count, context, tuple(tap_layers))
+        for count in COUNTS:
+            if rounded * count <= self.max_rows:
+                self.find_passes(num_requests, count, tap_layers)
         self._move(rounded)
         return self._taps.get(tuple(tap_layers))
 
     def prefill(self, chunks: Collection[tuple[int, list[int]]], tap_layers: Collection[int]) -> PassResult:
+        self.lookahead.cancel()
         num_requests, longest = round_up(len(chunks), REQUESTS), max(len(ids) for _, ids in chunks)
         most = min(self.max_rows, MAX_PIECE_ROWS) // num_requests
         size = min(MAX_TREE_NODES, max((count for count in COUNTS if count <= most), default=0))
@@ -113,6 +115,7 @@ class PlannedRunner(TargetRunner):
         tap_layers: Collection[int],
         params: Collection[SamplingParams] = (),
     ) -> PassResult:
+        self.lookahead.cancel()
         if not self.can_plan(len(trees), max([len(tree) for _, tree in trees])):
             return super().verify(trees, tap_layers, params)
         check = self._check(trees, tap_layers, params)
@@ -143,6 +146,11 @@ class PlannedRunner(TargetRunner):
         """The pass for that many tokens of each request, or more."""
         context = context_class([self.cache.lengths[slot] for slot in slots])
         return self._pass(round_up(len(slots), REQUESTS), round_up(num_tokens, COUNTS), context, tuple(tap_layers))
+
+    def find_passes(self, num_requests: int, num_tokens: int, tap_layers: Collection[int]) -> list[CheckPass]:
+        """Those for short contexts and, where slots are long, for long ones."""
+        shape = round_up(num_requests, REQUESTS), round_up(num_tokens, COUNTS)
+        return [self._pass(*shape, context, tuple(tap_layers)) for context in context_classes(self.cache.capacity)]
 
     def keep(self, paths: Collection[tuple[int, Collection[int]]]) -> None:
         moved = [(slot, path) for slot, path in paths if not is_contiguous(path)]

@@ -22,6 +22,7 @@ from blockpilot.decoding.drafter import Drafter, DraftRequest, Observation
 from blockpilot.decoding.sampling import choose_tokens
 from blockpilot.decoding.verification import Acceptance, accept
 from blockpilot.engine.joint_step import JointFlight, JointStep
+from blockpilot.engine.plain_step import PlainFlight, PlainRequest, PlainStep
 from blockpilot.engine.runner import PassResult, TargetRunner
 from blockpilot.engine.sequence import Sequence
 from blockpilot.pilots.base import Outcome, PilotInputs
@@ -46,7 +47,7 @@ class Flight(NamedTuple):
     sizes: Collection[int]
     started: float
     choice_seconds: float
-    work: Carried | JointFlight  # done, or on its way on a device
+    work: Carried | JointFlight | PlainFlight  # done, or on its way on a device
 
     @property
     def is_over(self) -> bool:
@@ -54,10 +55,14 @@ class Flight(NamedTuple):
 
 
 def speculative_step(
-    sequences: Collection[Sequence], runner: TargetRunner, drafter: Drafter | None, joint: JointStep | None = None
+    sequences: Collection[Sequence],
+    runner: TargetRunner,
+    drafter: Drafter | None,
+    joint: JointStep | None = None,
+    plain: PlainStep | None = None,
 ) -> None:
     """Advance every sequence by one step; finished ones carry a finish_reason afterwards."""
-    land(begin(sequences, runner, drafter, joint), joint)
+    land(begin(sequences, runner, drafter, joint=joint, plain=plain), joint, plain)
     for sequence in sequences:
         sequence.write()
 
@@ -66,27 +71,34 @@ def begin(
     sequences: Collection[Sequence],
     runner: TargetRunner,
     drafter: Drafter | None,
+    *,
     joint: JointStep | None,
+    plain: PlainStep | None,
     since: float | None = None,
+    is_joined: bool = False,
 ) -> Flight:
-    """With `joint`, a GPU goes from the draft to the accepted tokens without the host, where it can.
+    """With `joint`, a GPU goes from the draft to the accepted tokens without the host, where it can; with `plain`, from
+    token to token.
 
-    `since` is when the step before had landed, if nothing but this has happened since.
+    `since` is when the step before had landed, if nothing but this has happened since. `is_joined` says that prompts
+    are read between this step and the next.
     """
     started = time.perf_counter()
     inputs = _inputs(sequences, drafter)
     sizes = _choose(sequences, inputs)
     choice_seconds = time.perf_counter() - started
-    work: Carried | JointFlight | None = None
-    if joint is not None:
+    work: Carried | JointFlight | PlainFlight | None = None
+    if plain is not None:
+        work = _start_plainly(sequences, inputs, plain, is_joined=is_joined)
+    if work is None and joint is not None:
         work = _start_jointly(sequences, inputs, sizes, joint)
-        if work is None:
-            joint.cancel()
+    if joint is not None and not isinstance(work, JointFlight):
+        joint.cancel()
     work = work or _carry_out(sequences, inputs, sizes, runner, drafter)
     return Flight(sequences, inputs, sizes, since or started, choice_seconds, work)
 
 
-def land(flight: Flight, joint: JointStep | None) -> tuple[list[Sequence], float]:
+def land(flight: Flight, joint: JointStep | None, plain: PlainStep | None) -> tuple[list[Sequence], float]:
     """Answers grow, but for their text (`Sequence.write`); which, and when the step was over.
 
     Requests that have left meanwhile get nothing.
@@ -102,6 +114,11 @@ def land(flight: Flight, joint: JointStep | None) -> tuple[list[Sequence], float
         carried = Carried(
             joined.emitted_ids, num_checked, joined.draft_seconds, joined.verify_seconds, joined.growth_seconds
         )
+    elif isinstance(carried, PlainFlight):
+        assert plain is not None
+        decoded = plain.land(carried, is_wanted)
+        landed = decoded.landed
+        carried = Carried(decoded.emitted_ids, [1] * len(sequences), 0.0, decoded.verify_seconds, 0.0)
     pilot_seconds = flight.choice_seconds + carried.pilot_seconds
     seconds = landed - flight.started
     grown = []
@@ -153,6 +170,21 @@ def _carry_out(
         verify_seconds=verified - selected,
         pilot_seconds=selected - drafted,
     )
+
+
+def _start_plainly(
+    sequences: Collection[Sequence], inputs: Collection[PilotInputs], plain: PlainStep, *, is_joined: bool
+) -> PlainFlight | None:
+    """On the device alone; None where somebody may draft, now or later, or filters tokens."""
+    if any(one.pilot.num_candidates or one.params.is_filtered for one in sequences):
+        return None
+    if not plain.can_run(len(sequences)):
+        return None
+    requests = [
+        PlainRequest(sequence.slot, sequence.anchor_id, sequence.anchor_position, sequence.params.words)
+        for sequence in sequences
+    ]
+    return plain.start(requests, is_last=is_joined or any(given.num_remaining < 2 for given in inputs))
 
 
 def _start_jointly(

@@ -79,7 +79,7 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
     """Time the plan's passes and name the result. Needs as many free slots as the largest batch."""
     _check_plan(llm, plan)
     llm.engine.settle()
-    for stepper in (llm.engine.joint, getattr(llm.engine, "plain", None)):
+    for stepper in (llm.engine.joint, llm.engine.plain):
         if stepper is not None:
             stepper.cancel()
     places = [(size, context) for size in plan.batch_sizes for context in plan.contexts]

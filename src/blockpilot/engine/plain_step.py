@@ -1,0 +1,157 @@
+"""Plain decoding on a GPU without the host in between: each token's pass is begun before the host knows the token.
+
+The pass of a token ends with the next one in its plan, as an accepted tree of one node (`accept_trees`). So the device
+takes the same two graphs again and again, and the host reads what it has told, one token behind. Steps of requests that
+filter tokens, or in which somebody may draft, go other ways (`speculative_step.py`).
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockpilot.cache.pass_plan import Words
+from blockpilot.core.tree import DraftTree
+from blockpilot.engine.planned_runner import CheckPass, PlannedRunner
+from blockpilot.engine.runner import TargetRunner
+from blockpilot.models.gpu import Stopwatch, capture, graph_pool
+
+END = 1  # of a pass, among the marks of its stopwatch
+
+
+class PlainRequest(NamedTuple):
+    """All that a token depends on, but for the rows of its slot."""
+
+    slot: int
+    anchor_id: int
+    position: int  # of the anchor in the sequence
+    words: Words  # how it samples
+
+
+class Decoded(NamedTuple):
+    """What a step has brought each request, and where the time went."""
+
+    emitted_ids: list[list[int]]  # one token each
+    landed: float  # when the host knew
+    verify_seconds: float
+
+
+@dataclass
+class _Turn:
+    """One of two ends of a pass. While the host reads what one has told, the device may already tell the other."""
+
+    accepted: Tensor  # [R, 2] on the host: the number 1, and the token
+    watch: Stopwatch
+    accept: Callable[[], None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.told = self.accepted.numpy()
+
+
+class PlainFlight(NamedTuple):
+    """A step that the device has begun."""
+
+    requests: Sequence[PlainRequest]
+    turn: _Turn
+
+
+class PlainStep:
+    def __init__(self, runner: PlannedRunner) -> None:
+        self.runner, self.device = runner, runner.device
+        self._pool = graph_pool(self.device)
+        self._turns: dict[int, tuple[CheckPass, deque[_Turn]]] = {}  # by the ids of passes, which stay
+
+    def prepare(self, num_requests: int) -> None:
+        """Record all that steps of that many requests need."""
+        if self.can_run(num_requests):
+            for check in self.runner.find_passes(num_requests, 1, ()):
+                self._find_turns(check)
+
+    def can_run(self, num_requests: int) -> bool:
+        return self.runner.can_plan(num_requests, 1)
+
+    def start(self, requests: Sequence[PlainRequest], *, is_last: bool = False) -> PlainFlight:
+        """Begin a step. No other may begin before this one has landed.
+
+        The next step will most likely be that of the same requests: unless `is_last`, the device goes on to it while
+        the host learns this one's tokens.
+        """
+        cache, slots = self.runner.cache, [request.slot for request in requests]
+        for slot in slots:
+            cache.append(slot, 1)
+        check = self.runner.find_pass(slots, 1, ())
+        turns = self._find_turns(check)
+        if not self.runner.lookahead.take(turns, requests):
+            trees = [(request.slot, DraftTree.chain(request.anchor_id, [])) for request in requests]
+            check.plan.write_trees(trees, cache.lengths, [request.words for request in requests])
+            _launch(check, turns)
+        flight = PlainFlight(requests, turns[-1])
+        if not is_last and all(cache.lengths[slot] + 2 <= cache.capacity for slot in slots):
+            watch = _launch(check, turns).watch
+            self.runner.lookahead.begin(turns, watch, END)
+        return flight
+
+    def land(self, flight: PlainFlight, is_wanted: Sequence[bool]) -> Decoded:
+        """Wait for the step. The cache keeps the rows of requests that are still wanted."""
+        requests, turn = flight
+        turn.watch.wait(END)
+        landed = time.perf_counter()
+        token_ids = turn.told[: len(requests), 1].tolist()
+        following = []
+        for (slot, _, position, words), token_id, is_kept in zip(requests, token_ids, is_wanted, strict=True):
+            following.append(PlainRequest(slot, token_id, position + 1, words))
+            if is_kept:
+                self.runner.cache.keep_first(slot, 1)
+        self.runner.lookahead.expect(following)
+        return Decoded([[token_id] for token_id in token_ids], landed, turn.watch.seconds()[0])
+
+    def cancel(self) -> None:
+        """Before slots change in ways that the runner does not see: the device may be writing there."""
+        self.runner.lookahead.cancel()
+
+    def _find_turns(self, check: CheckPass) -> deque[_Turn]:
+        if id(check) not in self._turns:
+            self.cancel()
+            check.plan.clear_all()
+            self._turns[id(check)] = check, deque([self._record(check), self._record(check)])
+        return self._turns[id(check)][1]
+
+    @torch.inference_mode()
+    def _record(self, check: CheckPass) -> _Turn:
+        plan, num_requests = check.plan, check.plan.num_requests
+        accepted = torch.zeros(num_requests, 2, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        turn = _Turn(accepted, Stopwatch(self.device, num_marks=END + 1))
+        parents, paths, counts, rows, positions = (
+            torch.full((num_requests,), -1, dtype=torch.int32, device=self.device) for _ in range(5)
+        )
+
+        @torch.inference_mode()
+        def accept() -> None:
+            """Trees of one node have no parents; where the node lies in the cache, it stays."""
+            self.runner.fused.layers.kernels.accept_trees(
+                check.best, plan.inputs.token_ids, parents.view(-1, 1), plan.inputs.starts, paths.view(-1, 1), counts,
+                rows, positions, turn.accepted, plan.next_blocks,
+            )  # fmt: skip
+
+        turn.accept = capture(accept, self.device, self._pool)
+        return turn
+
+
+def _launch(check: CheckPass, turns: deque[_Turn]) -> _Turn:
+    """The pass that is in the plan; behind it the plan is the next token's. Its turn is the last from then on."""
+    turn = turns[0]
+    turn.watch.mark(0)
+    check.run()
+    turn.accept()
+    turn.watch.mark(END)
+    turns.rotate()
+    return turn
+
+
+def build_plain(runner: TargetRunner) -> PlainStep | None:
+    """None where a step needs the host: other devices."""
+    return PlainStep(runner) if isinstance(runner, PlannedRunner) else None

@@ -76,7 +76,7 @@ def draw_speed_by_size(run: Run) -> Figure | str:
     for method in COMPARED:
         if (speed := run.value(column, method, "tokens_per_second")) is not None:
             line, colour = looks[method]
-            axes.axhline(speed, linestyle=line, color=colour, label=f"{method}, {speed:.1f}")
+            axes.axhline(speed, linestyle=line, color=colour, label=f"{method}, {speed:.4g}")
     choice = run.manifest.get("best_fixed")
     if choice and (speed := run.value(column, "best-fixed", "tokens_per_second")) is not None:
         axes.plot(choice["size"], speed, color=BLUE, marker="*", markersize=11, linestyle="")  # where it was chosen
@@ -103,7 +103,7 @@ def draw_time_split(run: Run) -> Figure | str:
         axes.barh(range(len(known)), values, left=before, height=0.7, label=part, **look)  # type: ignore[arg-type]
     for place, split in enumerate(known.values()):
         total = sum(split.values())
-        axes.annotate(f"{total:.1f}", (total, place), (3, 0), textcoords="offset points", va="center", fontsize=7.5)
+        axes.annotate(f"{total:.3g}", (total, place), (3, 0), textcoords="offset points", va="center", fontsize=7.5)
     axes.set_yticks(range(len(known)), list(known))
     axes.tick_params(axis="y", length=0)
     axes.set(xlabel="milliseconds per step", ylim=(len(known) - 0.4, -0.6))

@@ -24,6 +24,10 @@ class Lookahead:
         """What was accepted is known, and with it whom the pass serves, if there is one."""
         self._requests = list(requests)
 
+    def disown(self) -> None:
+        """A request has left: another in its slot, even if it looks the same, must not get what was begun for it."""
+        self._requests = None
+
     def take(self, wanted: object, requests: Sequence[Hashable]) -> bool:
         """Whether what was begun is that pass for exactly these; if not, it is taken back."""
         is_it = self._begun is wanted and self._requests == list(requests)

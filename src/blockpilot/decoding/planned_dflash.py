@@ -126,6 +126,15 @@ class PlannedDFlashDrafter(DFlashDrafter):
         ]
 
     @property
+    def max_width(self) -> int:
+        """Candidates of a position that a draft ranks."""
+        return MAX_CANDIDATES if self.model.candidate_selector is None else self.model.config.selector_top_k
+
+    def forget(self, slot: int) -> None:
+        super().forget(slot)
+        self.lookahead.disown()
+
+    @property
     def passes(self) -> Collection[DraftPass]:
         """Those recorded by now."""
         return self._drafts.values()

@@ -20,6 +20,7 @@ from blockpilot.engine.runner import PassResult, TargetRunner
 from blockpilot.engine.scheduler import Scheduler
 from blockpilot.engine.sequence import Sequence
 from blockpilot.engine.speculative_step import Flight, begin, land
+from blockpilot.models.gpu import wait_for
 from blockpilot.pilots.base import Pilot, PrefillState
 from blockpilot.text.detokenizer import IncrementalDetokenizer
 from blockpilot.text.tokenizer import Tokenizer
@@ -81,7 +82,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._news)
 
     def step(self) -> list[Update]:
         """Advance everything by one prefill pass and one decoding step.
@@ -118,10 +119,13 @@ class Engine:
                     touched = list(dict.fromkeys(touched + self._land()))
         except BaseException:
             self._flight = None
-            for sequence in in_pass:
-                self._retire(sequence)
+            self._drop(in_pass)
             raise
         self._tell(touched)
+        return self.take_news()
+
+    def take_news(self) -> list[Update]:
+        """What `step` would have returned, had it not failed."""
         news, self._news = self._news, []
         return news
 
@@ -133,9 +137,16 @@ class Engine:
         try:
             self._landed += self._land()
         except BaseException:
+            self._drop(sequences)
+            raise
+
+    def _drop(self, sequences: Iterable[Sequence]) -> None:
+        """Requests of a pass that failed. What it had begun must be over before anybody uses their slots."""
+        try:
+            wait_for(self.runner.device)
+        finally:
             for sequence in sequences:
                 self._retire(sequence)
-            raise
 
     def _tell(self, sequences: Iterable[Sequence]) -> None:
         self._news += [self._report(sequence) for sequence in sequences if sequence.output_ids and sequence.slot >= 0]

@@ -22,7 +22,7 @@ from blockpilot.decoding.planned_dflash import DraftPass, PlannedDFlashDrafter
 from blockpilot.engine.planned_runner import CheckPass, PlannedRunner
 from blockpilot.engine.runner import TargetRunner
 from blockpilot.models.gpu import Stopwatch, capture, graph_pool
-from blockpilot.models.trees_reference import REPORT, Blocks
+from blockpilot.models.trees_reference import MAX_WIDTH, REPORT, Blocks
 from blockpilot.pilots.base import Ahead
 
 Weights = tuple[FloatArray, FloatArray]
@@ -235,7 +235,7 @@ class JointStep:
 
 
 def build_joint(runner: TargetRunner, drafter: Drafter | None) -> JointStep | None:
-    """None where a step needs the host: other devices, other drafters."""
-    if isinstance(runner, PlannedRunner) and isinstance(drafter, PlannedDFlashDrafter):
-        return JointStep(runner, drafter)
-    return None
+    """None where a step needs the host: other devices, other drafters, more candidates than kernels take."""
+    if not isinstance(runner, PlannedRunner) or not isinstance(drafter, PlannedDFlashDrafter):
+        return None
+    return JointStep(runner, drafter) if drafter.max_width <= MAX_WIDTH else None

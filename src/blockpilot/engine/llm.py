@@ -192,11 +192,12 @@ class LLM:
         """The next news of one request. A step advances every open request; the others' news wait in their mail."""
         mail = self._mail[request_id]
         while not mail:
-            if self.engine.scheduler.find(request_id) is None:
-                raise BlockPilotError("the request was dropped because a pass that it shared failed; ask again")
-            for update in self.engine.step():
+            is_open = self.engine.scheduler.find(request_id) is not None
+            for update in self.engine.step() if is_open else self.engine.take_news():
                 if update.request_id in self._mail:
                     self._mail[update.request_id].append(update)
+            if not is_open and not mail:
+                raise BlockPilotError("the request was dropped because a pass that it shared failed; ask again")
         return mail.popleft()
 
     def _close(self, request_ids: list[int]) -> None:

@@ -121,9 +121,8 @@ class Sequence:
             self.finish_reason = "stop"
 
     def abort(self) -> None:
-        if self.finish_reason is None:
-            self.finish_reason = "abort"
-            self.write()
+        self.finish_reason = self.finish_reason or "abort"
+        self.write()
 
     def completion(self) -> Completion:
         return Completion(

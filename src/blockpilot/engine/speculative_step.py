@@ -219,6 +219,7 @@ def _learn(flight: Flight, requests: Collection[DraftRequest], reports: Collecti
                 for sequence, given, request, report in zip(
                     flight.sequences, flight.inputs, requests, reports, strict=True
                 )
+                if given.num_remaining > 1  # the others have drafted for nothing
             ]
         )
 

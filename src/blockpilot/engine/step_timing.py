@@ -39,6 +39,7 @@ NUM_OBSERVED = 3  # tokens a drafted step keeps, for the overhead
 MAX_TOKENS = 64  # of one request in a check that is timed
 BURST = 4  # steps that are timed together where each is begun before the one before is over
 GPU_TOTALS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
+AS_SCORED = Ahead(0, weights=(Calibration.identity().plain_weights,) * 2)
 FREE, BEYOND = 1.0, 1e6  # imagined milliseconds: of checks up to a size, and of larger ones
 Report = Callable[[str, int, int], None]  # (what is measured now, done, in all)
 Passes = dict[tuple[str, int], Callable[[], object]]  # ("draft" or "verify", tokens per request) -> run it once
@@ -98,7 +99,7 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
                 overheads[batch_size] = float(np.median([bench.overhead() for _ in range(3)]))
             first = next(iter(overheads.values()))
             more = max(overheads[batch_size] - first, 0.0)  # a larger batch has more to keep and to show the drafter
-            joint_ms = first + float(np.median(times["draft", bench.joint_size])) if bench.joint_size else 0.0
+            joint_ms = first + float(np.median(times.get(("draft", bench.joint_size), [0.0])))
             for (kind, tokens), values in times.items():
                 if kind == "verify" and bench.is_joint(tokens):  # whole steps
                     values = [max(value / BURST - joint_ms, 0.0) for value in values]
@@ -124,8 +125,6 @@ class _Bench:
         self.joint = llm.engine.joint
         self.joint_size = min(NUM_POSITIONS + 1, self.drafter.max_block_size) if self.joint and self.drafter else 0
         self.candidates = stack_candidates([_make_candidates(self.vocab_size)] * len(slots))
-        weights = Calibration.identity().plain_weights
-        self.ahead = Ahead(0, weights=(weights, weights))
         self.pilots: dict[int, list[StepPilot]] = {}  # by tokens per request
 
     def fill(self, token_budget: int) -> None:
@@ -146,7 +145,7 @@ class _Bench:
             limit = self.drafter.max_block_size
             for size in sorted({min(size, limit) for size in plan.draft_sizes}):
                 found["draft", size] = lambda size=size: self.draft(size)  # type: ignore[misc]
-        if self.joint_size:
+        if any(self.is_joint(tokens) for kind, tokens in found if kind == "verify"):
             found["draft", self.joint_size] = lambda: self.draft(self.joint_size)
         return found
 
@@ -183,7 +182,7 @@ class _Bench:
             self.runner.cache.keep(slot, [])
 
     def is_joint(self, tokens: int) -> bool:
-        return self.joint is not None and tokens > 1
+        return self.joint is not None and tokens > 1 and self.joint.can_run(len(self.slots), self.joint_size, tokens)
 
     def _take_steps(self, tokens: int) -> None:
         """As an engine does: with drafts of `joint_size`, each begun before the host knows what was accepted."""
@@ -191,7 +190,7 @@ class _Bench:
         limits = (tokens - 1, self.joint_size - 1)
         requests = [draft._replace(limits=limits) for draft in self._requests(self.joint_size)]
         for index in range(BURST):
-            flight = self.joint.start(requests, self.ahead, is_last=index == BURST - 1)
+            flight = self.joint.start(requests, AS_SCORED, is_last=index == BURST - 1)
             emitted = self.joint.land(flight, [True] * len(requests)).emitted_ids
             requests = [
                 request._replace(anchor_id=ids[-1], position=request.position + len(ids))

@@ -17,6 +17,7 @@ from torch import Tensor
 HEAD = 3  # positions of the likeliest chain that a report names, as `pilots/forecast.py` reads them
 MIN_LOG_PROB, MAX_PROBABILITY, MAX_NEGATED = -30.0, 1 - 1e-4, 60.0  # see `pilots/calibration.py`
 REPORT = 3 + HEAD  # numbers that are told of a tree
+MAX_WIDTH = 16  # candidates of a position: what kernels take
 WORD = 32
 
 

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from blockpilot import load_pilot
+from blockpilot.cache.lookahead import Lookahead
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import DraftRequest
@@ -13,6 +15,7 @@ from blockpilot.decoding.planned_dflash import DraftPass, PlannedDFlashDrafter
 from blockpilot.engine.joint_step import JointFlight, JointStep
 from blockpilot.engine.llm import LLM
 from blockpilot.engine.planned_runner import PlannedRunner
+from blockpilot.engine.step_timing import ProfilePlan, time_steps
 from blockpilot.models.gpu import Stopwatch
 from blockpilot.pilots.base import Ahead
 from blockpilot.pilots.calibration import Calibration
@@ -197,3 +200,74 @@ def test_the_next_draft_is_begun_before_it_is_asked_for(monkeypatch: pytest.Monk
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
         num_steps = sum(len(answer.steps) for answer in found)
         assert 0 < sum(starts) < 0.7 * num_steps
+
+
+def test_profiles_of_targets_with_few_rows_fall_back(runs: Runs) -> None:
+    """Routed experts are checked 64 tokens at a time at most: what does not fit is timed over the host."""
+    llm = build(name="qwen3_moe", num_slots=8)
+    plan = ProfilePlan(verify_totals=(1, 8, 64, 128), draft_sizes=(4, 16), batch_sizes=(1, 8), contexts=(20,))
+    costs = time_steps(llm, replace(plan, num_rounds=1), {})
+    assert {point.tokens for point in costs.verify if point.batch_size == 8} == {1, 8, 16}
+    assert set(runs) == {1, 8} and llm.engine.runner.cache.num_free == 8
+
+
+def test_wide_selectors_go_the_hosts_way() -> None:
+    drafter = make_dflash("qwen3", is_second=True)
+    drafter.config = replace(drafter.config, selector_top_k=17)
+    with pytest.MonkeyPatch.context() as patch:
+        assert make_planned(patch, "qwen3", drafter=drafter).engine.joint is None
+
+
+def test_a_draft_that_was_begun_serves_nobody_else() -> None:
+    """A request that takes a slot over may have the same anchor at the same position, and another text before it."""
+    lookahead = Lookahead()
+    begun, watch = object(), Stopwatch(torch.device("cpu"))
+    lookahead.begin(begun, watch, 1)
+    lookahead.expect([(0, 5, 9, 16)])
+    lookahead.disown()
+    assert not lookahead.take(begun, [(0, 5, 9, 16)])
+    llm = build(num_slots=1)
+    assert llm.drafter is not None and llm.engine.joint is not None
+    llm.engine.joint.drafter.lookahead.expect([(0, 5, 9, 16)])
+    llm.drafter.forget(0)
+    assert llm.engine.joint.drafter.lookahead._requests is None
+
+
+def test_news_of_a_finished_request_outlive_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = build()
+    params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 60)]
+    alone = llm.generate(PROMPTS[0], params[0], pilot="fixed:4", is_raw=True)
+    streams = [llm.stream(PROMPTS[0], one, pilot="fixed:4", is_raw=True) for one in params]
+    shown = [next(stream) for stream in streams]
+    start, lost = JointStep.start, []
+
+    def fail_alone(self: JointStep, requests: Sequence[DraftRequest], ahead: Ahead, **options: bool) -> JointFlight:
+        if len(requests) == 1:
+            lost.append(1)
+            raise RuntimeError("lost")
+        return start(self, requests, ahead, **options)
+
+    monkeypatch.setattr(JointStep, "start", fail_alone)
+    with pytest.raises(RuntimeError, match="lost"):
+        list(streams[1])
+    assert lost and llm.engine.has_work
+    rest = list(streams[0])
+    assert rest[-1].completion is not None and rest[-1].completion.token_ids == alone.token_ids
+    assert "".join(update.new_text for update in [shown[0], *rest]) == alone.text
+
+
+def test_an_abort_of_a_request_that_has_ended_shows_all_its_text() -> None:
+    llm = build()
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    last = llm.generate(PROMPTS[1], params, pilot="ar", is_raw=True).token_ids[9]
+    params = replace(params, stop_token_ids=(last,))
+    expected = llm.generate(PROMPTS[1], params, pilot="tree:15", is_raw=True)
+    assert expected.finish_reason == "stop"
+    request = llm.engine.add_request(llm.tokenizer.encode(PROMPTS[1]), params, load_pilot("tree:15"))
+    for _ in range(20):
+        llm.engine.step()
+        llm.engine.settle()
+        if llm.engine._landed and llm.engine._landed[0].finish_reason:
+            break
+    completion = llm.engine.abort(request)
+    assert completion is not None and completion.text == expected.text

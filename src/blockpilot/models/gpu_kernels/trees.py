@@ -22,9 +22,9 @@ from torch import Tensor
 
 from blockpilot.models import trees_reference
 from blockpilot.models.gpu_kernels.launching import can_overlap, launch, wait
-from blockpilot.models.trees_reference import HEAD, Blocks, NextBlocks, Trees
+from blockpilot.models.trees_reference import HEAD, MAX_WIDTH, Blocks, NextBlocks, Trees
 
-MAX_NODES, MAX_POSITIONS, MAX_WIDTH = 128, 63, 16  # what an entry has bits for
+MAX_NODES, MAX_POSITIONS = 128, 63  # what an entry has bits for, and for 16 candidates
 MIN_NODES = 32  # a lane for each
 MIN_LOG_PROB = tl.constexpr(trees_reference.MIN_LOG_PROB)
 MAX_PROBABILITY = tl.constexpr(trees_reference.MAX_PROBABILITY)

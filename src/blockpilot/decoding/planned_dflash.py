@@ -91,6 +91,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
         if taps is None or not is_one or not is_small or not self._buffer.is_known(taps):
             super().observe(observations)
             return
+        self.lookahead.cancel()  # its results lie in memory that graphs share
         staging, run = self._view(taps, num_requests, count)
         starts = [self.cache.extend(observation.slot, len(observation.token_ids)) for observation in observations]
         slots = [observation.slot for observation in observations]
@@ -171,6 +172,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
 
     @torch.inference_mode()
     def _record_draft(self, num_requests: int, count: int, context: int, width: int) -> DraftPass:
+        self.lookahead.cancel()
         plan = PassPlan(num_requests, count, context, self.device, self._spare_slot)
         offsets = torch.arange(count, dtype=torch.int32, device=self.device).repeat(num_requests)
         first_hidden, first_logits, ranking = self._rank_blocks(plan, offsets, width)  # once, for the shapes

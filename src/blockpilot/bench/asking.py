@@ -1,7 +1,7 @@
 """Prompts in, answers out: the turns of a conversation, through `LLM.generate` and nothing else."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from blockpilot.bench.answers import Answer, RoundKey
@@ -59,10 +59,10 @@ class Asker:
         self.engines, self.config = engines, config
         self.memory = PeakMemory(engines.plain.device_type)
 
-    def warm_up(self, method: Method, prompts: Sequence[Prompt]) -> None:
-        """Kernels are compiled, shapes prepared and step costs measured at first use."""
+    def warm_up(self, method: Method, prompts: Sequence[Prompt], report: Callable[[int], None]) -> None:
+        """Kernels are compiled, shapes prepared and step costs measured at first use; see `LLM.prepare`."""
         llm = self.engines.of(method)
-        llm.prepare(len(prompts))
+        llm.prepare(len(prompts), report)
         params = SamplingParams(max_new_tokens=WARM_UP_TOKENS, temperature=self.config.temperature)
         llm.generate([encode_turn(llm.tokenizer, prompt, []) for prompt in prompts], params, pilot=method.pilot)
 

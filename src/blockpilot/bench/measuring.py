@@ -103,10 +103,15 @@ class LocalMeasurer(Measurer):
         is_gpu = self.asker.engines.plain.device_type == "cuda"
         chosen = [rounds[0], longest] if is_gpu and longest is not rounds[0] else [rounds[0]]
         for method in methods:
-            self.progress.prepare(f"warming up {method.name}")
+            name = f"warming up {method.name}"
+            self.progress.prepare(name)
+
+            def report(num_requests: int, name: str = name) -> None:
+                self.progress.prepare(f"{name}, passes of {num_requests} requests")
+
             try:
                 for work in chosen:
-                    self.asker.warm_up(method, work.prompts)
+                    self.asker.warm_up(method, work.prompts, report)
             except (RuntimeError, MemoryError) as error:
                 explain_shortage(error)
 

@@ -7,7 +7,7 @@
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Collection
 from pathlib import Path
 from typing import overload
@@ -89,13 +89,16 @@ class LLM:
             self._costs = ensure_costs(self)
         return self._costs
 
-    def prepare(self, batch_size: int = 1) -> None:
+    def prepare(self, batch_size: int = 1, report: Callable[[int], None] = lambda num_requests: None) -> None:
         """Record a GPU's passes for steps of up to that many requests now, not when they first occur; else no work.
 
-        As requests end, the batch shrinks: smaller ones are recorded too.
+        As requests end, the batch shrinks: smaller ones are recorded too. `report` is told which come next: where
+        kernels have to be compiled, large batches take a minute or more.
         """
         drafter = self.drafter
         for size in [*(size for size in REQUESTS if size < batch_size), batch_size]:
+            if self.device_type == "cuda":
+                report(size)
             taps = self.engine.runner.prepare(size, drafter.tap_layers if drafter else ())
             if isinstance(drafter, PlannedDFlashDrafter | PlannedEagle3Drafter) and taps is not None:
                 drafter.prepare(size, taps)

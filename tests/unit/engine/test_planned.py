@@ -165,7 +165,11 @@ def test_prepared_passes_are_those_that_decoding_uses(monkeypatch: pytest.Monkey
     planned = make_planned(monkeypatch, "llama", drafter=make_dflash())
     runner, drafter = planned.engine.runner, planned.drafter
     assert isinstance(runner, PlannedRunner) and isinstance(drafter, PlannedDFlashDrafter)
-    planned.prepare(4)
+    told: list[int] = []
+    planned.device_type = "cuda"  # where recording takes long enough to be told of
+    planned.prepare(4, told.append)
+    planned.device_type = "cpu"
+    assert told == [1, 2, 4]
     recorded = set(runner._passes), set(drafter._drafts), set(drafter._views), set(runner._moves)
     params = [SamplingParams(max_new_tokens=6 + 8 * index) for index in range(4)]  # the batch shrinks to one
     for pilot in ("fixed:7", "fixed:8", "tree:15", "tree:70"):

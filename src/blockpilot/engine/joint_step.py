@@ -158,16 +158,16 @@ class JointStep:
 
     @torch.inference_mode()
     def _record_tail(self, draft: DraftPass, taps: Tensor) -> _Tail:
-        plan, num_tokens = draft.plan, draft.plan.num_requests * draft.plan.count
+        plan, num_requests, num_drafted = draft.plan, draft.plan.num_requests, draft.plan.count
         plan.clear_all()
-        tail = _Tail(*(self._on_device(size) for size in (num_tokens, plan.num_requests, num_tokens, num_tokens)))
-        paths = tail.paths.view(plan.num_requests, -1)
+        shapes = ((num_requests, num_drafted), (num_requests,), (num_requests * num_drafted,))
+        tail = _Tail(*(self._on_device(*shape) for shape in (*shapes, shapes[-1])))
 
         @torch.inference_mode()
         def run() -> None:
             """Accepted rows to their places, and to the drafter. The target's rows start where the anchor stands."""
             slots, starts = plan.inputs.slots, plan.anchor_positions.contiguous()
-            self._kernels.move_rows(self.runner.cache.rows, slots, starts, paths, tail.counts)
+            self._kernels.move_rows(self.runner.cache.rows, slots, starts, tail.paths, tail.counts)
             self.drafter.store(taps, tail.rows, tail.positions, slots, plan.inputs.starts)
 
         tail.run = capture(run, self.device, self._pool)
@@ -190,13 +190,12 @@ class JointStep:
             self._on_host(num_requests, REPORT, dtype=torch.float32),
             self._on_host(num_requests, 1 + num_drafted, dtype=torch.int32),
         )
-        paths = tail.paths.view(num_requests, -1)
 
         @torch.inference_mode()
         def accept() -> None:
             self._kernels.accept_trees(
-                check.best, check.plan.inputs.token_ids, ending.parents, draft.plan.inputs.starts, paths, tail.counts,
-                tail.rows, tail.positions, ending.accepted, draft.plan.next_blocks,
+                check.best, check.plan.inputs.token_ids, ending.parents, draft.plan.inputs.starts, tail.paths,
+                tail.counts, tail.rows, tail.positions, ending.accepted, draft.plan.next_blocks,
             )  # fmt: skip
 
         ending.accept = capture(accept, self.device, self._pool)

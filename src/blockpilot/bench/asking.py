@@ -59,7 +59,9 @@ class Asker:
         self.engines, self.config = engines, config
         self.memory = PeakMemory(engines.plain.device_type)
 
-    def warm_up(self, method: Method, prompts: Sequence[Prompt], report: Callable[[int], None]) -> None:
+    def warm_up(
+        self, method: Method, prompts: Sequence[Prompt], report: Callable[[int], None] = lambda num_requests: None
+    ) -> None:
         """Kernels are compiled, shapes prepared and step costs measured at first use; see `LLM.prepare`."""
         llm = self.engines.of(method)
         llm.prepare(len(prompts), report)

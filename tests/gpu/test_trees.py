@@ -41,7 +41,8 @@ def grow(module, blocks: Blocks, weights: Tensor | None, limits: Tensor, size: i
     num_requests = len(limits)
     number = torch.full((3, num_requests * size), -9, dtype=torch.int32, device=DEVICE)
     masks = number.new_full((num_requests * size, -(-size // 32)), -9)
-    trees, parents = Trees(number[0], number[1], masks), number[2].view(num_requests, size)
+    trees = Trees(number[0], number[1], masks, number.new_full((num_requests,), -9))
+    parents = number[2].view(num_requests, size)
     report = torch.full((num_requests, REPORT), -9.0, device=DEVICE)
     temperatures = torch.tensor(TEMPERATURES[:num_requests], device=DEVICE)
     tokens = torch.arange(num_requests * 2 * 5, dtype=torch.int32, device=DEVICE).view(2, num_requests, 5) + 1000
@@ -194,7 +195,8 @@ def test_the_host_reads_what_was_written_into_its_memory(kernels) -> None:  # ty
     def on_host(like: Tensor) -> Tensor:
         return torch.full(like.shape, -9, dtype=like.dtype, pin_memory=is_pinned)
 
-    trees = Trees(on_host(expected.token_ids), on_host(expected.positions), on_host(expected.masks))
+    parts = expected.token_ids, expected.positions, expected.masks, expected.starts
+    trees = Trees(*map(on_host, parts))
     own_parents, own_report = torch.empty_like(parents), on_host(report)
     anchors = expected.token_ids[:1]
     kernels.grow_trees(
@@ -211,7 +213,7 @@ def test_the_host_reads_what_was_written_into_its_memory(kernels) -> None:  # ty
     )  # fmt: skip
     if is_pinned:
         torch.cuda.synchronize()
-    for name in ("token_ids", "positions", "masks"):
+    for name in ("token_ids", "positions", "masks", "starts"):
         assert torch.equal(getattr(trees, name), getattr(expected, name).cpu())
     assert torch.equal(own_parents, parents)
     torch.testing.assert_close(own_report, report.cpu(), rtol=1e-4, atol=1e-7)

@@ -116,7 +116,7 @@ class PassPlan:
             spare_slot,
             *(places[name] for name in ("token_ids", "positions", "starts")),
         )
-        self.trees = Trees(places["token_ids"], places["positions"], places["masks"].view(-1, words))
+        self.trees = Trees(places["token_ids"], places["positions"], places["masks"].view(-1, words), places["starts"])
         self._words = host["sampling"].reshape(3, num_requests)  # temperatures and seeds
         self._ids, self._positions = (host[name].reshape(num_requests, count) for name in ("token_ids", "positions"))
         self._slots, self._starts = host["slots"], host["starts"]
@@ -170,14 +170,10 @@ class PassPlan:
             return
         slots, anchor_ids, positions, sizes = zip(*blocks, strict=True)
         self.place(slots, lengths, words)
-        self.write_limits(limits)
+        self._limits[: len(limits)] = limits
         self._write_shapes([_block_shape(size, self.count) for size in sizes], positions)
         self._ids[:] = mask_id
         self._ids[: len(blocks), 0] = anchor_ids
-
-    def write_limits(self, limits: Sequence[tuple[int, int]]) -> None:
-        """The most nodes and the greatest depth of each request's tree."""
-        self._limits[: len(limits)] = limits
 
     def _write_tree(self, slot: int, tree: DraftTree, lengths: Sequence[int], words: Words) -> None:
         """Of the only request. It waits for every microsecond of this, and one call for all arrays takes the fewest."""

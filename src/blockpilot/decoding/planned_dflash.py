@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from blockpilot.cache.lookahead import Lookahead
 from blockpilot.cache.pass_plan import REQUESTS, PassPlan, Staging, context_class, context_classes, round_up
 from blockpilot.core.candidates import Candidates, CandidateStack
 from blockpilot.core.config import MAX_BLOCK_SIZE
@@ -57,7 +56,6 @@ class PlannedDFlashDrafter(DFlashDrafter):
         self.context_weight = self.model.context_weight().detach()
         is_linear = isinstance(self.head, nn.Linear) and self.head.bias is None
         self._head_weight: Tensor | None = cast(nn.Linear, self.head).weight if is_linear else None
-        self.lookahead = Lookahead()  # a draft of `JointStep`
         self._spare_slot = num_slots
         self._offsets = np.arange(COUNTS[-1], dtype=np.int32)
         self._pool = graph_pool(self.device)
@@ -91,7 +89,6 @@ class PlannedDFlashDrafter(DFlashDrafter):
         if taps is None or not is_one or not is_small or not self._buffer.is_known(taps):
             super().observe(observations)
             return
-        self.lookahead.cancel()  # its results lie in memory that graphs share
         staging, run = self._view(taps, num_requests, count)
         starts = [self.cache.extend(observation.slot, len(observation.token_ids)) for observation in observations]
         slots = [observation.slot for observation in observations]
@@ -118,7 +115,8 @@ class PlannedDFlashDrafter(DFlashDrafter):
         if not self.can_plan(len(requests), max([request.block_size for request in requests])):
             return super().propose(requests)
         draft = self.find_pass(requests)
-        self.start(draft, requests)
+        self.write(draft, requests)
+        draft.run()
         draft.fetch()
         wait_for(self.device)
         return [
@@ -130,10 +128,6 @@ class PlannedDFlashDrafter(DFlashDrafter):
     def max_width(self) -> int:
         """Candidates of a position that a draft ranks."""
         return MAX_CANDIDATES if self.model.candidate_selector is None else self.model.config.selector_top_k
-
-    def forget(self, slot: int) -> None:
-        super().forget(slot)
-        self.lookahead.disown()
 
     @property
     def passes(self) -> Collection[DraftPass]:
@@ -150,9 +144,8 @@ class PlannedDFlashDrafter(DFlashDrafter):
         context = context_class([self.cache.lengths[request.slot] for request in requests])
         return self._draft(round_up(len(requests), REQUESTS), count, context, width)
 
-    def start(self, draft: DraftPass, requests: Sequence[DraftRequest]) -> None:
-        """Run a pass without waiting for it."""
-        self.lookahead.cancel()
+    def write(self, draft: DraftPass, requests: Sequence[DraftRequest]) -> None:
+        """Into the plan of a pass, which must not be on its way."""
         for request in requests:
             self.cache.append(request.slot, request.block_size)
         draft.plan.write_blocks(
@@ -162,7 +155,6 @@ class PlannedDFlashDrafter(DFlashDrafter):
             self.model.config.mask_token_id,
             [request.limits for request in requests],
         )
-        draft.run()
 
     def _draft(self, num_requests: int, count: int, context: int, width: int) -> DraftPass:
         key = (num_requests, count, context, width)
@@ -172,7 +164,6 @@ class PlannedDFlashDrafter(DFlashDrafter):
 
     @torch.inference_mode()
     def _record_draft(self, num_requests: int, count: int, context: int, width: int) -> DraftPass:
-        self.lookahead.cancel()
         plan = PassPlan(num_requests, count, context, self.device, self._spare_slot)
         offsets = torch.arange(count, dtype=torch.int32, device=self.device).repeat(num_requests)
         first_hidden, first_logits, ranking = self._rank_blocks(plan, offsets, width)  # once, for the shapes

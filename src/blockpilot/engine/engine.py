@@ -19,7 +19,7 @@ from blockpilot.engine.plain_step import build_plain
 from blockpilot.engine.runner import PassResult, TargetRunner
 from blockpilot.engine.scheduler import Scheduler
 from blockpilot.engine.sequence import Sequence
-from blockpilot.engine.speculative_step import Flight, begin, land
+from blockpilot.engine.speculative_step import Flight, begin, follow, land
 from blockpilot.models.gpu import wait_for
 from blockpilot.pilots.base import Pilot, PrefillState
 from blockpilot.text.detokenizer import IncrementalDetokenizer
@@ -53,7 +53,7 @@ class Engine:
         self.context_length = context_length
         self.eos_token_ids = frozenset(eos_token_ids)
         self.scheduler = Scheduler(token_budget)
-        self._flight: Flight | None = None  # the step on its way
+        self._flights: list[Flight] = []  # steps on their way, the first one first
         self._since: float | None = None  # when the last one landed, if it did so in this call
         self._landed: list[Sequence] = []  # requests that a step has brought something, whose text may not be known
         self._news: list[Update] = []  # not yet handed over
@@ -87,15 +87,18 @@ class Engine:
     def step(self) -> list[Update]:
         """Advance everything by one prefill pass and one decoding step.
 
-        A step that a device takes alone is begun here and ends with the next call: meanwhile the host makes text of the
-        tokens of the step before, and the caller does what it does with them.
+        Steps that a device takes alone are begun here and land in later calls, one in each: meanwhile the host makes
+        text of the tokens of the step before, and the caller does what it does with them. At most two are on their way,
+        so that the device always has the next one. Where prompts are to be read, all land first.
         """
         self._since = None
-        self.settle()
-        self._tell([sequence for sequence in self._landed if sequence.finish_reason])  # their slots are free now
-        touched, self._landed = [sequence for sequence in self._landed if sequence.slot >= 0], []
+        self._land_first()
+        touched = self._sort_out()
         while self.scheduler.waiting and self.runner.cache.num_free:
             self.scheduler.next_waiting().slot = self.runner.cache.reserve()
+        if self.scheduler.prefilling:
+            self.settle()
+            touched = list(dict.fromkeys(touched + self._sort_out()))
         in_pass: list[Sequence] = []  # requests that fail if the pass does
         try:
             chunks = self.scheduler.prefill_chunks()
@@ -104,25 +107,28 @@ class Engine:
                 self._prefill(chunks)
                 self._since = None
             touched += in_pass
-            in_pass = [sequence for sequence in self.scheduler.decoding if sequence.finish_reason is None]
-            if in_pass:
-                self._flight = begin(
-                    in_pass,
-                    self.runner,
-                    self.drafter,
-                    joint=self.joint,
-                    plain=self.plain,
-                    since=self._since,
-                    is_joined=bool(self.scheduler.prefilling),
+            in_pass = [sequence for sequence in self.scheduler.decoding if sequence.is_active]
+            if in_pass and not self._flights:
+                flight = begin(
+                    in_pass, self.runner, self.drafter, joint=self.joint, plain=self.plain, since=self._since
                 )
-                if self._flight.is_over:
+                self._flights.append(flight)
+                if flight.is_over:
                     touched = list(dict.fromkeys(touched + self._land()))
+            if len(self._flights) == 1 and not self.scheduler.prefilling:
+                following = follow(self._flights[0], self.drafter, self.joint, self.plain)
+                self._flights += [] if following is None else [following]
         except BaseException:
-            self._flight = None
             self._drop(in_pass)
             raise
         self._tell(touched)
         return self.take_news()
+
+    def _sort_out(self) -> list[Sequence]:
+        """Requests that have landed since: those that have ended leave, and the others' text can wait."""
+        landed, self._landed = self._landed, []
+        self._tell([sequence for sequence in landed if sequence.finish_reason])
+        return [sequence for sequence in landed if sequence.slot >= 0]
 
     def take_news(self) -> list[Update]:
         """What `step` would have returned, had it not failed."""
@@ -130,10 +136,14 @@ class Engine:
         return news
 
     def settle(self) -> None:
-        """End the step that is on its way, if there is one. What it brought is reported by the next `step`."""
-        if self._flight is None:
+        """End all steps that are on their way. What they brought is reported by the next `step`."""
+        while self._flights:
+            self._land_first()
+
+    def _land_first(self) -> None:
+        if not self._flights:
             return
-        sequences = self._flight.sequences
+        sequences = self._flights[0].sequences
         try:
             self._landed += self._land()
         except BaseException:
@@ -142,19 +152,20 @@ class Engine:
 
     def _drop(self, sequences: Iterable[Sequence]) -> None:
         """Requests of a pass that failed. What it had begun must be over before anybody uses their slots."""
+        flights, self._flights = self._flights, []
         try:
             wait_for(self.runner.device)
         finally:
-            for sequence in sequences:
+            for sequence in dict.fromkeys([*sequences, *(one for flight in flights for one in flight.sequences)]):
                 self._retire(sequence)
 
     def _tell(self, sequences: Iterable[Sequence]) -> None:
         self._news += [self._report(sequence) for sequence in sequences if sequence.output_ids and sequence.slot >= 0]
 
     def _land(self) -> list[Sequence]:
-        assert self._flight is not None
-        flight, self._flight = self._flight, None
+        flight = self._flights.pop(0)
         grown, self._since = land(flight, self.joint, self.plain)
+        self._flights = [behind._replace(started=self._since) for behind in self._flights]
         return grown
 
     def abort(self, request_id: int) -> Completion | None:

@@ -1,14 +1,14 @@
 """Draft, tree, check and acceptance on a GPU in one go: the host waits once, for the accepted tokens.
 
 Where pilots have said before the draft what to check (`Pilot.ahead`), nothing in a step needs the host. The trees grow
-on the device, straight into the plan of the check; the accepted rows are moved and shown to the drafter while the host
-makes text of the tokens. A step that cannot go this way takes the host's (`speculative_step.py`); both decide alike, up
-to the rounding of path probabilities.
+on the device, straight into the plan of the check; acceptance writes the plan of the next draft. So the next step can
+begin before the host knows what this one has brought (`follow`), and the device never waits for the host. A step that
+cannot go this way takes the host's (`speculative_step.py`); both decide alike, up to the rounding of paths.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blockpilot.cache.pass_plan import REQUESTS, round_up
 from blockpilot.core.candidates import FloatArray
 from blockpilot.decoding.drafter import Drafter, DraftRequest
 from blockpilot.decoding.planned_dflash import DraftPass, PlannedDFlashDrafter
@@ -26,6 +27,7 @@ from blockpilot.models.trees_reference import MAX_WIDTH, REPORT, Blocks
 from blockpilot.pilots.base import Ahead
 
 Weights = tuple[FloatArray, FloatArray]
+ACCEPTED = 3  # among the marks of a step
 
 
 class Joined(NamedTuple):
@@ -51,26 +53,54 @@ class _Tail:
 
 
 @dataclass
-class _Ending:
-    """Growth and acceptance between a draft and a check, of R requests with n tokens."""
+class _Turn:
+    """Where one of two steps tells what it has brought. While the host reads it, the device may tell the other."""
 
-    tail: _Tail
-    parents: Tensor  # [R, n]
     report: Tensor  # [R, REPORT], on the host
     accepted: Tensor  # [R, 1 + m], on the host
+    watch: Stopwatch
     accept: Callable[[], None] = field(init=False)
-    grow: dict[tuple[bool, int], Callable[[], None]] = field(default_factory=dict)  # by (chain, name of the weights)
+    grow: dict[Hashable, Callable[[], None]] = field(default_factory=dict)  # by how nodes are chosen
 
     def __post_init__(self) -> None:
         self.accepted_ids, self.reported = self.accepted.numpy(), self.report.numpy()
 
 
-class JointFlight(NamedTuple):
-    """A step that the device has begun."""
+@dataclass
+class _Course:
+    """All that a step runs, from a draft to a check and its end, of R requests with n tokens."""
 
-    requests: Sequence[DraftRequest]
-    ending: _Ending
-    watch: Stopwatch
+    draft: DraftPass
+    check: CheckPass
+    tail: _Tail
+    parents: Tensor  # [R, n]
+    turns: deque[_Turn]  # the next step's first
+
+    def launch(self, growth: Hashable) -> _Turn:
+        """What the plan of the draft says; behind it, that plan is the next step's."""
+        turn = self.turns[0]
+        self.turns.rotate()
+        turn.watch.mark(0)
+        self.draft.run()
+        turn.watch.mark(1)
+        turn.grow[growth]()
+        turn.watch.mark(2)
+        self.check.run()
+        turn.accept()
+        turn.watch.mark(ACCEPTED)
+        self.tail.run()
+        return turn
+
+
+class JointFlight(NamedTuple):
+    """A step that the device has begun, or will behind another."""
+
+    requests: Sequence[DraftRequest]  # positions are those of the first step of a row
+    ahead: Ahead
+    course: _Course
+    growth: Hashable
+    turn: _Turn
+    reach: Sequence[int]  # where each anchor may stand at most
 
 
 class JointStep:
@@ -79,9 +109,8 @@ class JointStep:
         self._kernels = runner.fused.layers.kernels
         self._pool = graph_pool(self.device)
         self._tails: dict[int, tuple[DraftPass, _Tail]] = {}  # by the ids of passes, which stay
-        self._endings: dict[tuple[int, int], tuple[DraftPass, CheckPass, _Ending]] = {}  # likewise
+        self._courses: dict[tuple[int, int], _Course] = {}  # likewise
         self._weights: dict[tuple[int, int], tuple[Weights, Tensor]] = {}  # by those of arrays
-        self._watches = deque([Stopwatch(self.device), Stopwatch(self.device)])  # of this step, and of the next
 
     def prepare(self, taps: Tensor) -> None:
         """Record what follows the drafts that are recorded by now; `taps` is the target's buffer."""
@@ -91,65 +120,63 @@ class JointStep:
     def can_run(self, num_requests: int, block_size: int, num_tokens: int) -> bool:
         return self.drafter.can_plan(num_requests, block_size) and self.runner.can_plan(num_requests, num_tokens)
 
-    def start(self, requests: Sequence[DraftRequest], ahead: Ahead, *, is_last: bool = False) -> JointFlight:
-        """Begin a step; `ahead` says how all choose nodes. No other may begin before this one has landed.
-
-        The next step will most likely draft for the same requests, with the same sizes: unless `is_last`, or unless a
-        request is about to end, the device goes on to that draft while the host learns what was accepted.
-        """
+    def start(self, requests: Sequence[DraftRequest], ahead: Ahead) -> JointFlight:
+        """Begin a step while no other is on its way; `ahead` says how all choose nodes."""
         slots = [request.slot for request in requests]
         num_tokens = 1 + max([request.limits[0] for request in requests])
         draft = self.drafter.find_pass(requests)
         check = self.runner.find_pass(slots, num_tokens, self.drafter.tap_layers)
-        ending = self._find_ending(draft, check)
-        grow = self._find_growth(draft, check, ending, ahead)
-        watch = self._watches[0]
-        lookahead = self.drafter.lookahead
-        if lookahead.take(draft, [request[:4] for request in requests]):  # slot, anchor, position and size
-            draft.plan.write_limits([request.limits for request in requests])
-        else:
-            watch.mark(0)
-            self.drafter.start(draft, requests)
-            watch.mark(1)
-        self.runner.lookahead.cancel()
+        course = self._find_course(draft, check)
+        growth = self._find_growth(course, ahead)
+        self.drafter.write(draft, requests)
         for slot in slots:
             self.runner.cache.append(slot, num_tokens)
         check.plan.place(slots, self.runner.cache.lengths, [request.params.words for request in requests])
-        grow()
-        watch.mark(2)
-        check.run()
-        ending.accept()
-        watch.mark(3)
-        ending.tail.run()
-        self._watches.rotate()
-        if not is_last and all(request.limits[1] == request.block_size - 1 for request in requests):
-            self._watches[0].mark(0)
-            draft.run()
-            self._watches[0].mark(1)
-            lookahead.begin(draft, self._watches[0], 1)
-        return JointFlight(requests, ending, watch)
+        reach = [request.position for request in requests]
+        return JointFlight(requests, ahead, course, growth, course.launch(growth), reach)
+
+    def follow(self, flight: JointFlight, ahead: Ahead, positions: Sequence[int | None]) -> JointFlight | None:
+        """Begin the step behind one that has not landed, of the same requests. None where it would be another.
+
+        `positions` say where anchors stood before that step; None: the request has ended. It keeps its row for as long
+        as there is room, and nobody else may get its slot before all steps have landed.
+        """
+        requests, course, draft, check = (
+            flight.requests,
+            flight.course,
+            flight.course.draft.plan,
+            flight.course.check.plan,
+        )
+        if ahead[:2] != flight.ahead[:2] or ahead.weights is not flight.ahead.weights:
+            return None
+        if round_up(len(positions) - positions.count(None), REQUESTS) < draft.num_requests:
+            return None
+        reach = [
+            request.block_size + (last if now is None else now)
+            for request, now, last in zip(requests, positions, flight.reach, strict=True)
+        ]
+        farthest = max(reach)
+        capacity = min(self.runner.cache.capacity, self.drafter.cache.capacity)
+        context = min(draft.inputs.context, check.inputs.context)
+        if farthest > context or farthest + max(draft.count, check.count) > capacity:
+            return None
+        return flight._replace(turn=course.launch(flight.growth), reach=reach)
 
     def land(self, flight: JointFlight, is_wanted: Sequence[bool]) -> Joined:
         """Wait for the step. The caches keep what was accepted, of requests that are still wanted."""
-        requests, ending, watch = flight
-        watch.wait(3)
+        requests, turn = flight.requests, flight.turn
+        turn.watch.wait(ACCEPTED)
         landed = time.perf_counter()
-        accepted = ending.accepted_ids[: len(requests)].tolist()
-        emitted, blocks = [], []
-        keep, extend = self.runner.cache.keep_first, self.drafter.cache.extend
+        accepted = turn.accepted_ids[: len(requests)].tolist()
+        emitted = []
+        keep, extend = self.runner.cache.extend, self.drafter.cache.extend
         for request, row, is_kept in zip(requests, accepted, is_wanted, strict=True):
             count = row[0]
             emitted.append(row[1 : count + 1])
-            blocks.append((request.slot, row[count], request.position + count, request.block_size))
             if is_kept:
                 keep(request.slot, count)
                 extend(request.slot, count)
-        self.drafter.lookahead.expect(blocks)
-        return Joined(emitted, ending.reported[: len(requests)].tolist(), landed, *watch.seconds())
-
-    def cancel(self) -> None:
-        """Before slots change in ways that the drafter does not see: the device may be drafting there."""
-        self.drafter.lookahead.cancel()
+        return Joined(emitted, turn.reported[: len(requests)].tolist(), landed, *turn.watch.seconds())
 
     def _find_tail(self, draft: DraftPass, taps: Tensor) -> _Tail:
         if id(draft) not in self._tails:
@@ -173,50 +200,57 @@ class JointStep:
         tail.run = capture(run, self.device, self._pool)
         return tail
 
-    def _find_ending(self, draft: DraftPass, check: CheckPass) -> _Ending:
+    def _find_course(self, draft: DraftPass, check: CheckPass) -> _Course:
         key = (id(draft), id(check))
-        if key not in self._endings:
-            self._endings[key] = draft, check, self._record_ending(draft, check)
-        return self._endings[key][2]
+        if key not in self._courses:
+            self._courses[key] = self._record_course(draft, check)
+        return self._courses[key]
+
+    def _record_course(self, draft: DraftPass, check: CheckPass) -> _Course:
+        assert check.taps is not None
+        tail = self._find_tail(draft, check.taps)
+        parents = self._on_device(draft.plan.num_requests, check.plan.count) - 1
+        course = _Course(draft, check, tail, parents, deque())
+        course.turns.extend(self._record_turn(course) for _ in range(2))
+        return course
 
     @torch.inference_mode()
-    def _record_ending(self, draft: DraftPass, check: CheckPass) -> _Ending:
-        assert check.taps is not None
-        num_requests, num_drafted = draft.plan.num_requests, draft.plan.count
-        tail = self._find_tail(draft, check.taps)
-        ending = _Ending(
-            tail,
-            self._on_device(num_requests, check.plan.count) - 1,
-            self._on_host(num_requests, REPORT, dtype=torch.float32),
-            self._on_host(num_requests, 1 + num_drafted, dtype=torch.int32),
+    def _record_turn(self, course: _Course) -> _Turn:
+        draft, check, tail = course.draft, course.check, course.tail
+        turn = _Turn(
+            self._on_host(draft.plan.num_requests, REPORT, dtype=torch.float32),
+            self._on_host(draft.plan.num_requests, 1 + draft.plan.count, dtype=torch.int32),
+            Stopwatch(self.device, num_marks=ACCEPTED + 1),
         )
 
         @torch.inference_mode()
         def accept() -> None:
             self._kernels.accept_trees(
-                check.best, check.plan.inputs.token_ids, ending.parents, draft.plan.inputs.starts, tail.paths,
-                tail.counts, tail.rows, tail.positions, ending.accepted, draft.plan.next_blocks,
+                check.best, check.plan.inputs.token_ids, course.parents, draft.plan.inputs.starts, tail.paths,
+                tail.counts, tail.rows, tail.positions, turn.accepted, draft.plan.next_blocks,
             )  # fmt: skip
 
-        ending.accept = capture(accept, self.device, self._pool)
-        return ending
+        turn.accept = capture(accept, self.device, self._pool)
+        return turn
 
-    def _find_growth(self, draft: DraftPass, check: CheckPass, ending: _Ending, ahead: Ahead) -> Callable[[], None]:
+    def _find_growth(self, course: _Course, ahead: Ahead) -> Hashable:
+        """How nodes are chosen, recorded for both turns: while one is on its way, nothing can be."""
         weights = None if ahead.weights is None else self._find_weights(ahead.weights)
         key = (ahead.is_chain, id(weights))
-        if key not in ending.grow:
-            plan = draft.plan
-            temperatures = plan.noise(0).temperatures
+        draft, plan = course.draft, course.draft.plan
+        temperatures = plan.noise(0).temperatures
+        for turn in course.turns:
+            if key not in turn.grow:
 
-            @torch.inference_mode()
-            def grow() -> None:
-                self._kernels.grow_trees(
-                    Blocks(*draft.ranking.parts()), weights, temperatures, plan.limits, plan.anchors,
-                    plan.anchor_positions, check.plan.trees, ending.parents, ending.report, is_chain=key[0],
-                )  # fmt: skip
+                @torch.inference_mode()
+                def grow(report: Tensor = turn.report) -> None:
+                    self._kernels.grow_trees(
+                        Blocks(*draft.ranking.parts()), weights, temperatures, plan.limits, plan.anchors,
+                        plan.anchor_positions, course.check.plan.trees, course.parents, report, is_chain=key[0],
+                    )  # fmt: skip
 
-            ending.grow[key] = capture(grow, self.device, self._pool)
-        return ending.grow[key]
+                turn.grow[key] = capture(grow, self.device, self._pool)
+        return key
 
     def _find_weights(self, weights: Weights) -> Tensor:
         key = (id(weights[0]), id(weights[1]))

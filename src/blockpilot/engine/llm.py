@@ -95,6 +95,7 @@ class LLM:
         As requests end, the batch shrinks: smaller ones are recorded too. `report` is told which come next: where
         kernels have to be compiled, large batches take a minute or more.
         """
+        self.engine.settle()
         drafter = self.drafter
         for size in [*(size for size in REQUESTS if size < batch_size), batch_size]:
             if self.device_type == "cuda":

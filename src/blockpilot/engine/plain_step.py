@@ -1,8 +1,8 @@
 """Plain decoding on a GPU without the host in between: each token's pass is begun before the host knows the token.
 
 The pass of a token ends with the next one in its plan, as an accepted tree of one node (`accept_trees`). So the device
-takes the same two graphs again and again, and the host reads what it has told, one token behind. Steps of requests that
-filter tokens, or in which somebody may draft, go other ways (`speculative_step.py`).
+takes the same two graphs again and again (`follow`), and the host reads what it has told, one token behind. Steps of
+requests that filter tokens, or in which somebody may draft, go other ways (`speculative_step.py`).
 """
 
 import time
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockpilot.cache.pass_plan import Words
+from blockpilot.cache.pass_plan import REQUESTS, Words, round_up
 from blockpilot.core.tree import DraftTree
 from blockpilot.engine.planned_runner import CheckPass, PlannedRunner
 from blockpilot.engine.runner import TargetRunner
@@ -53,10 +53,12 @@ class _Turn:
 
 
 class PlainFlight(NamedTuple):
-    """A step that the device has begun."""
+    """A step that the device has begun, or will behind another."""
 
-    requests: Sequence[PlainRequest]
+    requests: Sequence[PlainRequest]  # anchors are those of the first step
+    check: CheckPass
     turn: _Turn
+    reach: int  # where the farthest anchor stands
 
 
 class PlainStep:
@@ -74,48 +76,43 @@ class PlainStep:
     def can_run(self, num_requests: int) -> bool:
         return self.runner.can_plan(num_requests, 1)
 
-    def start(self, requests: Sequence[PlainRequest], *, is_last: bool = False) -> PlainFlight:
-        """Begin a step. No other may begin before this one has landed.
-
-        The next step will most likely be that of the same requests: unless `is_last`, the device goes on to it while
-        the host learns this one's tokens.
-        """
+    def start(self, requests: Sequence[PlainRequest]) -> PlainFlight:
+        """Begin a step while no other is on its way."""
         cache, slots = self.runner.cache, [request.slot for request in requests]
         for slot in slots:
             cache.append(slot, 1)
         check = self.runner.find_pass(slots, 1, ())
         turns = self._find_turns(check)
-        if not self.runner.lookahead.take(turns, requests):
-            trees = [(request.slot, DraftTree.chain(request.anchor_id, [])) for request in requests]
-            check.plan.write_trees(trees, cache.lengths, [request.words for request in requests])
-            _launch(check, turns)
-        flight = PlainFlight(requests, turns[-1])
-        if not is_last and all(cache.lengths[slot] + 2 <= cache.capacity for slot in slots):
-            watch = _launch(check, turns).watch
-            self.runner.lookahead.begin(turns, watch, END)
-        return flight
+        trees = [(request.slot, DraftTree.chain(request.anchor_id, [])) for request in requests]
+        check.plan.write_trees(trees, cache.lengths, [request.words for request in requests])
+        return PlainFlight(requests, check, _launch(check, turns), max([request.position for request in requests]))
+
+    def follow(self, flight: PlainFlight, num_requests: int) -> PlainFlight | None:
+        """Begin the step behind one that has not landed, of the same requests. None where it would be another.
+
+        So many of them have not ended. The others keep their rows for as long as there is room, and nobody else may get
+        their slots before all steps have landed.
+        """
+        plan, reach = flight.check.plan, flight.reach + 1
+        if round_up(num_requests, REQUESTS) < plan.num_requests:
+            return None
+        if reach > plan.inputs.context or reach >= self.runner.cache.capacity:
+            return None
+        return flight._replace(turn=_launch(flight.check, self._find_turns(flight.check)), reach=reach)
 
     def land(self, flight: PlainFlight, is_wanted: Sequence[bool]) -> Decoded:
         """Wait for the step. The cache keeps the rows of requests that are still wanted."""
-        requests, turn = flight
+        requests, turn = flight.requests, flight.turn
         turn.watch.wait(END)
         landed = time.perf_counter()
         token_ids = turn.told[: len(requests), 1].tolist()
-        following = []
-        for (slot, _, position, words), token_id, is_kept in zip(requests, token_ids, is_wanted, strict=True):
-            following.append(PlainRequest(slot, token_id, position + 1, words))
+        for request, is_kept in zip(requests, is_wanted, strict=True):
             if is_kept:
-                self.runner.cache.keep_first(slot, 1)
-        self.runner.lookahead.expect(following)
+                self.runner.cache.extend(request.slot, 1)
         return Decoded([[token_id] for token_id in token_ids], landed, turn.watch.seconds()[0])
-
-    def cancel(self) -> None:
-        """Before slots change in ways that the runner does not see: the device may be writing there."""
-        self.runner.lookahead.cancel()
 
     def _find_turns(self, check: CheckPass) -> deque[_Turn]:
         if id(check) not in self._turns:
-            self.cancel()
             check.plan.clear_all()
             self._turns[id(check)] = check, deque([self._record(check), self._record(check)])
         return self._turns[id(check)][1]
@@ -142,7 +139,7 @@ class PlainStep:
 
 
 def _launch(check: CheckPass, turns: deque[_Turn]) -> _Turn:
-    """The pass that is in the plan; behind it the plan is the next token's. Its turn is the last from then on."""
+    """The pass that is in the plan; behind it the plan is the next token's."""
     turn = turns[0]
     turn.watch.mark(0)
     check.run()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from blockpilot.cache.lookahead import Lookahead
 from blockpilot.cache.pass_plan import (
     COUNTS,
     GREEDY,
@@ -63,7 +62,6 @@ class PlannedRunner(TargetRunner):
         )
         config = decoder.config
         self.fused = FusedDecoder(decoder, self.cache.rows)
-        self.lookahead = Lookahead()  # a pass of `PlainStep`; nobody else's may come between
         self._spare_slot = num_slots
         self._pool = graph_pool(device)
         self._logits = torch.empty(self.max_rows, config.vocab_size, dtype=dtype, device=device)
@@ -84,7 +82,6 @@ class PlannedRunner(TargetRunner):
         return self._taps.get(tuple(tap_layers))
 
     def prefill(self, chunks: Collection[tuple[int, list[int]]], tap_layers: Collection[int]) -> PassResult:
-        self.lookahead.cancel()
         num_requests, longest = round_up(len(chunks), REQUESTS), max(len(ids) for _, ids in chunks)
         most = min(self.max_rows, MAX_PIECE_ROWS) // num_requests
         size = min(MAX_TREE_NODES, max((count for count in COUNTS if count <= most), default=0))
@@ -115,7 +112,6 @@ class PlannedRunner(TargetRunner):
         tap_layers: Collection[int],
         params: Collection[SamplingParams] = (),
     ) -> PassResult:
-        self.lookahead.cancel()
         if not self.can_plan(len(trees), max([len(tree) for _, tree in trees])):
             return super().verify(trees, tap_layers, params)
         check = self._check(trees, tap_layers, params)

@@ -44,6 +44,11 @@ class Sequence:
         return self.num_prefilled == len(self.prompt_ids)
 
     @property
+    def is_active(self) -> bool:
+        """Whether it is in the engine and has not ended."""
+        return self.slot >= 0 and self.finish_reason is None
+
+    @property
     def anchor_id(self) -> int:
         return self.output_ids[-1]
 

@@ -75,13 +75,11 @@ def begin(
     joint: JointStep | None,
     plain: PlainStep | None,
     since: float | None = None,
-    is_joined: bool = False,
 ) -> Flight:
     """With `joint`, a GPU goes from the draft to the accepted tokens without the host, where it can; with `plain`, from
-    token to token.
+    token to token. No other step may be on its way.
 
-    `since` is when the step before had landed, if nothing but this has happened since. `is_joined` says that prompts
-    are read between this step and the next.
+    `since` is when the step before had landed, if nothing but this has happened since.
     """
     started = time.perf_counter()
     inputs = _inputs(sequences, drafter)
@@ -89,13 +87,42 @@ def begin(
     choice_seconds = time.perf_counter() - started
     work: Carried | JointFlight | PlainFlight | None = None
     if plain is not None:
-        work = _start_plainly(sequences, inputs, plain, is_joined=is_joined)
+        work = _start_plainly(sequences, plain)
     if work is None and joint is not None:
         work = _start_jointly(sequences, inputs, sizes, joint)
-    if joint is not None and not isinstance(work, JointFlight):
-        joint.cancel()
     work = work or _carry_out(sequences, inputs, sizes, runner, drafter)
     return Flight(sequences, inputs, sizes, since or started, choice_seconds, work)
+
+
+def follow(flight: Flight, drafter: Drafter | None, joint: JointStep | None, plain: PlainStep | None) -> Flight | None:
+    """Begin the step behind one that is on its way, of the same requests, before anybody knows what that one brings.
+
+    Pilots decide with what they know. None where they decide otherwise than in the step before, where slots may not
+    have the room, or where nobody is sure to need another step. Requests that end meanwhile get nothing of it.
+    """
+    work, sequences = flight.work, flight.sequences
+    going = [index for index, sequence in enumerate(sequences) if sequence.is_active]
+    if isinstance(work, Carried) or not any(sequences[index].num_remaining > flight.sizes[index] for index in going):
+        return None
+    if isinstance(work, PlainFlight):
+        assert plain is not None
+        behind = plain.follow(work, len(going))
+        return None if behind is None else flight._replace(work=behind, choice_seconds=0.0)
+    assert joint is not None
+    active = [sequences[index] for index in going]
+    known = _inputs(active, drafter)
+    sizes = _choose(active, known)
+    ahead = active[0].pilot.ahead(known[0])
+    inputs = list(flight.inputs)
+    positions: list[int | None] = [None] * len(sequences)
+    for index, given, size in zip(going, known, sizes, strict=True):
+        if size != flight.sizes[index] and given.num_remaining > 1:
+            return None
+        inputs[index], positions[index] = given, sequences[index].anchor_position
+    following = None if ahead is None else joint.follow(work, ahead, positions)
+    if following is None:
+        return None
+    return flight._replace(inputs=inputs, work=following, choice_seconds=0.0)  # nobody has waited for the choice
 
 
 def land(flight: Flight, joint: JointStep | None, plain: PlainStep | None) -> tuple[list[Sequence], float]:
@@ -109,7 +136,7 @@ def land(flight: Flight, joint: JointStep | None, plain: PlainStep | None) -> tu
         assert joint is not None
         joined = joint.land(carried, is_wanted)
         landed = joined.landed
-        _learn(flight, carried.requests, joined.reports)
+        _learn(flight, carried.requests, joined.reports, is_wanted)
         num_checked = [int(report[0]) for report in joined.reports]
         carried = Carried(
             joined.emitted_ids, num_checked, joined.draft_seconds, joined.verify_seconds, joined.growth_seconds
@@ -172,9 +199,7 @@ def _carry_out(
     )
 
 
-def _start_plainly(
-    sequences: Collection[Sequence], inputs: Collection[PilotInputs], plain: PlainStep, *, is_joined: bool
-) -> PlainFlight | None:
+def _start_plainly(sequences: Collection[Sequence], plain: PlainStep) -> PlainFlight | None:
     """On the device alone; None where somebody may draft, now or later, or filters tokens."""
     if any(one.pilot.num_candidates or one.params.is_filtered for one in sequences):
         return None
@@ -184,7 +209,7 @@ def _start_plainly(
         PlainRequest(sequence.slot, sequence.anchor_id, sequence.anchor_position, sequence.params.words)
         for sequence in sequences
     ]
-    return plain.start(requests, is_last=is_joined or any(given.num_remaining < 2 for given in inputs))
+    return plain.start(requests)
 
 
 def _start_jointly(
@@ -210,18 +235,24 @@ def _start_jointly(
     return joint.start(requests, ahead)
 
 
-def _learn(flight: Flight, requests: Collection[DraftRequest], reports: Collection[Collection[float]]) -> None:
+def _learn(
+    flight: Flight,
+    requests: Collection[DraftRequest],
+    reports: Collection[Collection[float]],
+    is_wanted: Collection[bool],
+) -> None:
     pilot = flight.sequences[0].pilot
-    if pilot.learns:
-        pilot.learn(
-            [
-                Outcome(sequence.pilot, given, int(report[1]), report[2], report[3 : 3 + request.limits[1]])
-                for sequence, given, request, report in zip(
-                    flight.sequences, flight.inputs, requests, reports, strict=True
-                )
-                if given.num_remaining > 1  # the others have drafted for nothing
-            ]
+    if not pilot.learns:
+        return
+    outcomes = [
+        Outcome(sequence.pilot, given, int(report[1]), report[2], report[3 : 3 + request.limits[1]])
+        for sequence, given, request, report, is_own in zip(
+            flight.sequences, flight.inputs, requests, reports, is_wanted, strict=True
         )
+        if is_own and given.num_remaining > 1  # the others have drafted for nothing
+    ]
+    if outcomes:
+        pilot.learn(outcomes)
 
 
 def _inputs(sequences: Collection[Sequence], drafter: Drafter | None) -> list[PilotInputs]:

@@ -37,7 +37,7 @@ NUM_CANDIDATES = 16
 NUM_POSITIONS = 15
 NUM_OBSERVED = 3  # tokens a drafted step keeps, for the overhead
 MAX_TOKENS = 64  # of one request in a check that is timed
-BURST = 4  # steps that are timed together where each is begun before the one before is over
+BURST = 8  # steps that are timed together where each is begun before the one before is over
 GPU_TOTALS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
 AS_SCORED = Ahead(0, weights=(Calibration.identity().plain_weights,) * 2)
 FREE, BEYOND = 1.0, 1e6  # imagined milliseconds: of checks up to a size, and of larger ones
@@ -80,9 +80,6 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
     """Time the plan's passes and name the result. Needs as many free slots as the largest batch."""
     _check_plan(llm, plan)
     llm.engine.settle()
-    for stepper in (llm.engine.joint, llm.engine.plain):
-        if stepper is not None:
-            stepper.cancel()
     places = [(size, context) for size in plan.batch_sizes for context in plan.contexts]
     drafts: list[CostPoint] = []
     checks: list[CostPoint] = []
@@ -185,17 +182,19 @@ class _Bench:
         return self.joint is not None and tokens > 1 and self.joint.can_run(len(self.slots), self.joint_size, tokens)
 
     def _take_steps(self, tokens: int) -> None:
-        """As an engine does: with drafts of `joint_size`, each begun before the host knows what was accepted."""
+        """As an engine does: with drafts of `joint_size`, each begun before the step before it has landed."""
         assert self.joint is not None and self.drafter is not None
         limits = (tokens - 1, self.joint_size - 1)
         requests = [draft._replace(limits=limits) for draft in self._requests(self.joint_size)]
+        flight = None
         for index in range(BURST):
-            flight = self.joint.start(requests, AS_SCORED, is_last=index == BURST - 1)
-            emitted = self.joint.land(flight, [True] * len(requests)).emitted_ids
-            requests = [
-                request._replace(anchor_id=ids[-1], position=request.position + len(ids))
-                for request, ids in zip(requests, emitted, strict=True)
-            ]
+            positions = [self.runner.cache.lengths[slot] for slot in self.slots]
+            if flight is None:
+                placed = [one._replace(position=position) for one, position in zip(requests, positions, strict=True)]
+                flight = self.joint.start(placed, AS_SCORED)
+            following = self.joint.follow(flight, AS_SCORED, positions) if index < BURST - 1 else None
+            self.joint.land(flight, [True] * len(requests))
+            flight = following
         for slot in self.slots:
             self.runner.cache.rewind(slot, self.context)
             self.joint.drafter.cache.rewind(slot, self.context)

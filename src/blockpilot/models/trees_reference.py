@@ -41,6 +41,7 @@ class Trees:
     token_ids: Tensor  # [R * n]
     positions: Tensor  # [R * n]
     masks: Tensor  # [R * n, words], a bit for each token of the request: its ancestors and itself
+    starts: Tensor  # [R], where the request's rows begin: at its anchor's position
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def grow_trees(
         _write(trees.token_ids[own], [int(anchors[request]), *ids])
         _write(trees.positions[own], [start, *(start + node.depth for node in nodes)], start)
         trees.masks[own] = _masks(above, *trees.masks[own].shape).to(trees.masks.device)
+        trees.starts[request] = start
         _write(parents[request], above, -1)
         deepest, promised = max((node.depth for node in nodes), default=0), sum(node.path for node in nodes)
         _write(report[request], [len(above), deepest, promised, *(node.path for node in chain)])

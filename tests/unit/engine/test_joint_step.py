@@ -4,14 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 
 from blockpilot import load_pilot
-from blockpilot.cache.lookahead import Lookahead
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import DraftRequest
-from blockpilot.decoding.planned_dflash import DraftPass, PlannedDFlashDrafter
 from blockpilot.engine.joint_step import JointFlight, JointStep
 from blockpilot.engine.llm import LLM
 from blockpilot.engine.planned_runner import PlannedRunner
@@ -22,6 +19,7 @@ from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.step import StepPilot
 from tests.tiny import make_dflash, make_llm
+from tests.unit.engine.late_device import device  # noqa: F401
 from tests.unit.engine.test_planned import PROMPTS, make_planned
 
 PADDED = replace(StepCosts.linear(draft=0.05, slope=0.01), padding=PlannedRunner.padding)
@@ -34,16 +32,30 @@ SAMPLING = {
 class Runs(list[int]):
     """How many requests each joint step had."""
 
+    def __init__(self) -> None:
+        self.ahead: list[bool] = []  # whether it was begun before the one before had landed
+
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    counted, start = Runs(), JointStep.start
+    counted, start, follow = Runs(), JointStep.start, JointStep.follow
 
-    def count(self: JointStep, requests: Sequence[DraftRequest], ahead: Ahead, **options: bool) -> JointFlight:
+    def count(self: JointStep, requests: Sequence[DraftRequest], ahead: Ahead) -> JointFlight:
         counted.append(len(requests))
-        return start(self, requests, ahead, **options)
+        counted.ahead.append(False)
+        return start(self, requests, ahead)
+
+    def count_ahead(
+        self: JointStep, flight: JointFlight, ahead: Ahead, positions: Sequence[int | None]
+    ) -> JointFlight | None:
+        following = follow(self, flight, ahead, positions)
+        if following is not None:
+            counted.append(len(positions) - positions.count(None))
+            counted.ahead.append(True)
+        return following
 
     monkeypatch.setattr(JointStep, "start", count)
+    monkeypatch.setattr(JointStep, "follow", count_ahead)
     return counted
 
 
@@ -60,6 +72,7 @@ def emitted(answers: Sequence[Completion]) -> list[list[int]]:
     return [[step.emitted for step in answer.steps] for answer in answers]
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("is_second", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
@@ -111,6 +124,7 @@ def test_adaptive_pilots_learn_as_on_the_host(runs: Runs, num_prompts: int) -> N
     assert memories[0] == pytest.approx(memories[1], rel=0.1)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5])
 def test_short_answers_end_where_they_should(runs: Runs, num_tokens: int) -> None:
     llm = build()
@@ -138,6 +152,7 @@ def test_other_drafters_and_devices_have_no_joint_steps() -> None:
     assert make_llm("qwen3", drafter="ngram").engine.joint is None
 
 
+@pytest.mark.usefixtures("device")
 def test_a_request_may_leave_while_its_step_is_on_its_way(runs: Runs) -> None:
     llm = build()
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
@@ -182,25 +197,75 @@ def test_texts_and_stop_strings_do_not_wait(runs: Runs) -> None:
     assert (found.text, found.token_ids, found.finish_reason) == (expected.text, expected.token_ids, "stop")
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("num_prompts", [1, 4])
-def test_the_next_draft_is_begun_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, num_prompts: int) -> None:
-    """And used if it is what the next step wants: not where a request has ended, or has left its slot to another."""
-    starts, start = [], PlannedDFlashDrafter.start
-
-    def count(self: PlannedDFlashDrafter, draft: DraftPass, requests: Sequence[DraftRequest]) -> None:
-        starts.append(len(requests))
-        start(self, draft, requests)
-
-    monkeypatch.setattr(PlannedDFlashDrafter, "start", count)
+def test_the_next_step_is_begun_before_this_one_has_landed(runs: Runs, num_prompts: int) -> None:
+    """Not where prompts have been read in between, and where a smaller pass serves those who are left."""
     llm = build(num_slots=num_prompts)
     params = SamplingParams(max_new_tokens=28, ignore_eos=True)
     plain = llm.generate(PROMPTS + PROMPTS[::-1], params, pilot="ar", is_raw=True)
     for pilot in ("fixed:8", "tree:15"):
-        starts.clear()
+        runs.clear()
+        runs.ahead.clear()
         found = llm.generate(PROMPTS + PROMPTS[::-1], params, pilot=pilot, is_raw=True)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
-        num_steps = sum(len(answer.steps) for answer in found)
-        assert 0 < sum(starts) < 0.7 * num_steps
+        assert sum(runs.ahead) > 0.5 * len(runs)
+
+
+@pytest.mark.usefixtures("device")
+def test_one_of_many_ends_unforeseen(runs: Runs) -> None:
+    """The others lose nothing, and the next request gets the slot when all is through."""
+    llm = build(num_slots=4)
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    prompts = PROMPTS + PROMPTS[:2]
+    plain = llm.generate(prompts, params, pilot="ar", is_raw=True)
+    for pilot in ("fixed:4", "tree:15"):
+        for index in range(4):
+            each = [params] * len(prompts)
+            each[index] = replace(params, stop_token_ids=(plain[index].token_ids[9],))
+            expected = llm.generate(prompts, each, pilot="ar", is_raw=True)
+            runs.clear()
+            found = llm.generate(prompts, each, pilot=pilot, is_raw=True)
+            assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+            assert found[index].finish_reason == "stop"
+            assert sum(runs) <= sum(len(answer.steps) for answer in found) + 2 * len(prompts)
+    assert llm.engine.runner.cache.num_free == 4 and any(runs.ahead)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_full_context_ends_answers(runs: Runs) -> None:
+    """The device never goes on to rows that a slot does not have, not for a request that has ended long ago either."""
+    llm = build(context_length=60)
+    params = [SamplingParams(max_new_tokens=1000, ignore_eos=True)] * 3 + [SamplingParams(max_new_tokens=3)]
+    plain = llm.generate(PROMPTS, params, pilot="ar", is_raw=True)
+    for pilot in ("fixed:4", "tree:15", "tree:63"):
+        found = llm.generate(PROMPTS, params, pilot=pilot, is_raw=True)
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
+    joint, cache = llm.engine.joint, llm.engine.runner.cache
+    assert joint is not None and any(runs.ahead)
+    request = DraftRequest(cache.reserve(), 5, 0, 8, 16, params[0], (7, 7))
+    flight = joint.start([request], Ahead(7))
+    positions = [cache.capacity - 40]
+    for _ in range(20):
+        following = joint.follow(flight, Ahead(7), positions)
+        if following is None:
+            break
+        joint.land(flight, [False])
+        flight, positions = following, [None]
+    assert following is None and flight.reach[0] + 8 <= cache.capacity
+    joint.land(flight, [False])
+
+
+def test_a_pilot_that_decides_otherwise_is_waited_for(runs: Runs) -> None:
+    llm = build()
+    cache, joint = llm.engine.runner.cache, llm.engine.joint
+    assert joint is not None
+    request = DraftRequest(cache.reserve(), 5, 0, 8, 16, SamplingParams(), (7, 7))
+    flight = joint.start([request], Ahead(7))
+    for other in (Ahead(8), Ahead(7, is_chain=True), Ahead(7, weights=(Calibration.identity().plain_weights,) * 2)):
+        assert joint.follow(flight, other, [0]) is None
+    assert joint.follow(flight, Ahead(7), [0]) is not None
+    joint.land(flight, [True])
 
 
 def test_profiles_of_targets_with_few_rows_fall_back(runs: Runs) -> None:
@@ -219,36 +284,23 @@ def test_wide_selectors_go_the_hosts_way() -> None:
         assert make_planned(patch, "qwen3", drafter=drafter).engine.joint is None
 
 
-def test_a_draft_that_was_begun_serves_nobody_else() -> None:
-    """A request that takes a slot over may have the same anchor at the same position, and another text before it."""
-    lookahead = Lookahead()
-    begun, watch = object(), Stopwatch(torch.device("cpu"))
-    lookahead.begin(begun, watch, 1)
-    lookahead.expect([(0, 5, 9, 16)])
-    lookahead.disown()
-    assert not lookahead.take(begun, [(0, 5, 9, 16)])
-    llm = build(num_slots=1)
-    assert llm.drafter is not None and llm.engine.joint is not None
-    llm.engine.joint.drafter.lookahead.expect([(0, 5, 9, 16)])
-    llm.drafter.forget(0)
-    assert llm.engine.joint.drafter.lookahead._requests is None
-
-
 def test_news_of_a_finished_request_outlive_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = build()
     params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 60)]
     alone = llm.generate(PROMPTS[0], params[0], pilot="fixed:4", is_raw=True)
     streams = [llm.stream(PROMPTS[0], one, pilot="fixed:4", is_raw=True) for one in params]
     shown = [next(stream) for stream in streams]
-    start, lost = JointStep.start, []
+    follow, lost = JointStep.follow, []
 
-    def fail_alone(self: JointStep, requests: Sequence[DraftRequest], ahead: Ahead, **options: bool) -> JointFlight:
-        if len(requests) == 1:
+    def fail_alone(
+        self: JointStep, flight: JointFlight, ahead: Ahead, positions: Sequence[int | None]
+    ) -> JointFlight | None:
+        if None in positions:
             lost.append(1)
             raise RuntimeError("lost")
-        return start(self, requests, ahead, **options)
+        return follow(self, flight, ahead, positions)
 
-    monkeypatch.setattr(JointStep, "start", fail_alone)
+    monkeypatch.setattr(JointStep, "follow", fail_alone)
     with pytest.raises(RuntimeError, match="lost"):
         list(streams[1])
     assert lost and llm.engine.has_work

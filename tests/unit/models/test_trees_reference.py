@@ -47,11 +47,12 @@ def grow(
     count = len(limits)
     ids, positions, parents = torch.full((3, count * size), -9, dtype=torch.int32)
     masks, parents = ids.new_full((count * size, -(-size // 32)), -9), parents.view(count, size)
-    trees = Trees(ids, positions, masks)
+    trees = Trees(ids, positions, masks, starts := ids.new_full((count,), -9))
     report = torch.full((count, REPORT), -9.0)
     given = torch.tensor([[ANCHOR, START]] * count, dtype=torch.int32)
     numbers = torch.tensor(temperatures), torch.tensor(limits, dtype=torch.int32), given[:, 0], given[:, 1]
     grow_trees(blocks, weights, *numbers, trees, parents, report, is_chain=is_chain)
+    assert starts.tolist() == [START] * count
     found = []
     for request in range(count):
         above = parents[request].tolist()

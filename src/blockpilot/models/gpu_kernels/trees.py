@@ -115,8 +115,8 @@ def _bits_of(nodes, words):  # type: ignore[no-untyped-def]
     do_not_specialize=["num_positions", "count", "anchor_stride", "start_stride"]
 )
 def _grow(  # type: ignore[no-untyped-def]
-    candidates, best, following, limits, anchors, starts, token_ids, positions, masks, parents, report, num_positions,
-    count, anchor_stride, start_stride,
+    candidates, best, following, limits, anchors, starts, token_ids, positions, masks, first_rows, parents, report,
+    num_positions, count, anchor_stride, start_stride,
     WIDTH: tl.constexpr, PAD: tl.constexpr, WORDS: tl.constexpr, PAD_WORDS: tl.constexpr, HEAD: tl.constexpr,
     IS_CHAIN: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -165,6 +165,7 @@ def _grow(  # type: ignore[no-untyped-def]
     ids = tl.load(candidates + position * WIDTH + (taken & 15), mask=is_taken, other=0).to(tl.int32)
     anchor, start = tl.load(anchors + request * anchor_stride), tl.load(starts + request * start_stride)
     first = request * count
+    tl.store(first_rows + request, start)
     tl.store(token_ids + first, anchor)
     tl.store(positions + first, start)
     tl.store(parents + first, -1)
@@ -258,7 +259,7 @@ def grow_trees(
     grow: Any = _grow[(num_requests,)]
     grow(
         blocks.token_ids, best, following, limits, anchors, starts, trees.token_ids, trees.positions, trees.masks,
-        parents, report, num_positions, count, anchors.stride(0), starts.stride(0), WIDTH=width,
+        trees.starts, parents, report, num_positions, count, anchors.stride(0), starts.stride(0), WIDTH=width,
         PAD=max(MIN_NODES, triton.next_power_of_2(count - 1)), WORDS=num_words,
         PAD_WORDS=triton.next_power_of_2(num_words), HEAD=HEAD, IS_CHAIN=is_chain, IS_OVERLAPPED=overlap, num_warps=1,
         **launch(overlap),

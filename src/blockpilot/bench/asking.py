@@ -80,6 +80,7 @@ class Asker:
             self.memory.start()
             completions = llm.generate(prompt_ids, params, pilot=method.pilot)
             peak = self.memory.read()
+            llm.engine.settle()  # a step begun in vain must not delay who comes next
             for row, completion in zip(rows, completions, strict=True):
                 replies[row].append(completion.text)
                 answers.append(_record(work, row, turn=turn, method=method.name, completion=completion, peak=peak))

@@ -16,6 +16,7 @@ from numba import boolean, float32, float64, int64, njit
 
 from blockpilot.pilots.calibration import MAX_NEGATED, MAX_PROBABILITY, MIN_LOG_PROB
 from blockpilot.pilots.forecast import (
+    CHECK_MARGIN,
     HEAD,
     LEVEL_SHARES,
     MIN_MEAN,
@@ -365,9 +366,11 @@ def _write_curves(curves, weights, draft_sizes, is_chain, average, last, expecte
         _geometric_curves(curves, (average + expected) / 2 if has_drafted else average, draft_sizes, is_chain)
 
 
-@compiled(float32[:, :, :, ::1], float64[::1], boolean, float64, float64, float64, boolean, float64[:, ::1], int64)
+@compiled(
+    float32[:, :, :, ::1], float64[::1], boolean, float64, float64, float64, boolean, float64[:, ::1], int64, float64
+)  # fmt: skip
 def best_check(  # type: ignore[no-untyped-def]  # pragma: no cover
-    weights, draft_sizes, is_chain, average, last, expected, has_drafted, step_ms, count
+    weights, draft_sizes, is_chain, average, last, expected, has_drafted, step_ms, count, scale
 ):
     """`Forecast.best_check`."""
     num_nodes = step_ms.shape[1] - 1
@@ -381,12 +384,12 @@ def best_check(  # type: ignore[no-untyped-def]  # pragma: no cover
             total = 0.0
             for level in range(NUM_LEVELS):
                 total += curves[size, level, node]
-            larger[node] = min(larger[node], total / NUM_LEVELS)
+            larger[node] = min(larger[node], 1 + scale * (total / NUM_LEVELS - 1))
             best_rate = max(best_rate, larger[node] / step_ms[size, node])
         while larger[best] / step_ms[size, best] < (1 - TIE) * best_rate:
             best += 1
         best_rate = larger[best] / step_ms[size, best]
-        if chosen == count or best_rate > SIZE_MARGIN * chosen_rate:
+        if chosen == count or best_rate > CHECK_MARGIN * chosen_rate:
             chosen, chosen_nodes, chosen_rate = size, best, best_rate
     return chosen, chosen_nodes, chosen_rate
 

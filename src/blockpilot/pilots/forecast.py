@@ -31,6 +31,7 @@ LEVEL_SHARES = np.array([0.5, 1.0, 1.5])  # without a fit: what poor, common and
 NUM_LEVELS = len(LEVEL_SHARES)
 MIN_MEAN = 1.01
 SIZE_MARGIN = 1.03  # what a smaller draft must promise over a larger one: forecasts are noisy, larger drafts show more
+CHECK_MARGIN = 1.01  # the same where the number of nodes is decided with it
 TIE = 1e-9  # rates that are so near are equal, and fewer nodes are taken
 TREE_EXPONENT, TREE_REACH = 0.8, 0.5  # a tree's nodes fall off more slowly than a chain's, and reach further
 
@@ -45,6 +46,7 @@ class Recent:
     has_drafted: bool = False
     promised: float = TRUST_PRIOR  # tokens that checked nodes were to bring, of late
     kept: float = TRUST_PRIOR  # and those they brought
+    foretold: float = TRUST_PRIOR  # and those that were forecast before the drafts
 
     def features(self) -> FloatArray:
         return np.array([1, self.average, self.last, self.expected, self.has_drafted], dtype=np.float32)
@@ -53,6 +55,11 @@ class Recent:
     def trust(self) -> float:
         """What a promised token is worth in this request."""
         return min(self.kept / self.promised, MAX_TRUST)
+
+    @property
+    def scale(self) -> float:
+        """What a token that was forecast is worth here: forecasts are fitted to single requests, all greedy."""
+        return min(self.kept / self.foretold, MAX_TRUST)
 
     def record_drafts(self, drafts: Sequence[Sequence[float]], weight: float = 1.0) -> None:
         """Each: the probabilities that its likeliest chain is right up to the first positions, at most `HEAD`.
@@ -66,8 +73,12 @@ class Recent:
             self.has_drafted = True
         self.expected = expected
 
-    def record_steps(self, steps: Sequence[tuple[int, int, float]], weight: float = 1.0) -> None:
+    def record_steps(
+        self, steps: Sequence[tuple[int, int, float]], weight: float = 1.0, foretold: float | None = None
+    ) -> None:
         """Drafted steps: tokens emitted, depth of the nodes checked (0 if none was worth it), tokens these promised.
+
+        `foretold`: what the forecast that chose how many nodes to check wanted of each; None: there was none.
 
         Had a path that was right to its end gone on, it would have gone on for `average` tokens: acceptance is taken to
         have no memory. So the average does not depend on how deep the pilot dared to look.
@@ -81,6 +92,8 @@ class Recent:
                 value = emitted + (average - 1 if emitted > depth else 0)
                 sum_promised += weight * (promised - (1 - TRUST_DECAY) * (sum_promised - TRUST_PRIOR))
                 kept += weight * (emitted - 1 - (1 - TRUST_DECAY) * (kept - TRUST_PRIOR))
+                if foretold is not None:
+                    self.foretold += weight * (foretold - (1 - TRUST_DECAY) * (self.foretold - TRUST_PRIOR))
             average = (1 - new) * average + new * min(value, MAX_AVERAGE)
         self.average, self.last, self.promised, self.kept = average, last, sum_promised, kept
 
@@ -119,23 +132,26 @@ class Forecast:
             best = smaller if rates[smaller] > SIZE_MARGIN * rates[best] else best
         return best, rates[best]
 
-    def best_check(self, recent: Recent, step_ms: Values, count: int) -> tuple[int, int, float]:
-        """One draft size and number of nodes for many requests of one kind: (size, nodes, tokens per millisecond)."""
+    def best_check(self, recent: Recent, step_ms: Values, count: int, scale: float = 1.0) -> tuple[int, int, float]:
+        """One draft size and number of nodes for many requests of one kind: (size, nodes, tokens per millisecond).
+
+        Tokens of the forecast, but for the target's own, count `scale` times.
+        """
         compiled = switch.load_compiled()
         if compiled is not None:
             remembered = recent.average, recent.last, recent.expected, recent.has_drafted
             found: tuple[int, int, float] = compiled.best_check(
-                *self._arrays, self.is_chain, *remembered, step_ms, count
+                *self._arrays, self.is_chain, *remembered, step_ms, count, scale
             )
             return found
         expected = self.expected(recent)[:count].mean(axis=1)  # [sizes, nodes + 1]: poor, common and good drafts mix
         for size in range(count - 1, 0, -1):
             np.minimum(expected[size - 1], expected[size], out=expected[size - 1])
-        rates = expected / step_ms[:count]
+        rates = (1 + scale * (expected - 1)) / step_ms[:count]
         nodes = (rates >= (1 - TIE) * rates.max(axis=1, keepdims=True)).argmax(axis=1)
         best = count - 1
         for smaller in range(best - 1, -1, -1):
-            is_better = rates[smaller, nodes[smaller]] > SIZE_MARGIN * rates[best, nodes[best]]
+            is_better = rates[smaller, nodes[smaller]] > CHECK_MARGIN * rates[best, nodes[best]]
             best = smaller if is_better else best
         return best, int(nodes[best]), float(rates[best, nodes[best]])
 

@@ -103,7 +103,7 @@ class StepPilot(Pilot):
             return 0
         table = self._tables.at(inputs.batch_size, inputs.context_length)
         if self._is_padded:
-            best, self._num_nodes = self._choose_check(recent, self.gate, table, count)
+            best, self._num_nodes, _ = self._choose_check(recent, self.gate, table, count)
             is_open = best >= 0
         else:
             best, rate = self._forecast.best_size(recent, table.step_ms, count, inputs.num_remaining)
@@ -221,14 +221,14 @@ class StepPilot(Pilot):
             pilot._was_shared, pilot._num_kept = True, 0
         count = bisect_right(self.draft_sizes, first.max_block_size)  # all have one drafter
         if not count:
-            together.recent.record_steps(_outcomes(team), weight)
+            together.recent.record_steps(_outcomes(team), weight, together.foretold)
             return [0] * len(team)
         begin = together.find_beginner([pilot for pilot, _ in team])
-        together.recent.record_steps(_outcomes(team[: begin + 1]), weight)
+        together.recent.record_steps(_outcomes(team[: begin + 1]), weight, together.foretold)
         sizes = [together.draft_size] * begin
         if begin < len(team):
             self._begin_round(team[begin][1], count)
-            together.recent.record_steps(_outcomes(team[begin + 1 :]), weight)
+            together.recent.record_steps(_outcomes(team[begin + 1 :]), weight, together.foretold)
         return sizes + [together.draft_size] * (len(team) - begin)
 
     def _begin_round(self, inputs: PilotInputs, count: int) -> None:
@@ -237,18 +237,24 @@ class StepPilot(Pilot):
             together.num_kept -= 1
             return
         table = self._tables.at(inputs.batch_size, inputs.context_length)
-        best, together.num_nodes = self._choose_check(together.recent, together.gate, table, count)
+        recent, gate = together.recent, together.gate
+        is_guess = not recent.has_drafted
+        best, together.num_nodes, foretold = self._choose_check(recent, gate, table, count, recent.scale)
+        together.foretold = foretold if best >= 0 else together.foretold
         together.draft_size = self.draft_sizes[best] if best >= 0 else 0
-        together.batch_size, together.num_kept = inputs.batch_size, 0 if together.gate.is_closed else REVIEW - 1
+        together.batch_size, together.num_kept = inputs.batch_size, 0 if is_guess or gate.is_closed else REVIEW - 1
 
-    def _choose_check(self, recent: Recent, gate: Gate, table: StepTable, count: int) -> tuple[int, int]:
-        """Which draft size, and how many nodes to check; -1: do not draft."""
-        best, num_nodes, rate = self._forecast.best_check(recent, table.step_ms, count)
+    def _choose_check(
+        self, recent: Recent, gate: Gate, table: StepTable, count: int, scale: float = 1.0
+    ) -> tuple[int, int, float]:
+        """Which draft size, how many nodes to check, and the tokens forecast of them; -1: do not draft."""
+        best, num_nodes, rate = self._forecast.best_check(recent, table.step_ms, count, scale)
         if not self._is_open(gate, table, best, rate):
-            return -1, 0
+            return -1, 0, 0.0
         if gate.is_closed:  # a probe that checked nothing would teach nothing
             num_nodes = max(num_nodes, int(self._limits(table, best).argmax()))
-        return best, num_nodes
+            return best, num_nodes, float(self._forecast.expected(recent)[best, :, num_nodes].mean()) - 1
+        return best, num_nodes, (rate * float(table.step_ms[best, num_nodes]) - 1) / scale
 
     def _is_open(self, gate: Gate, table: StepTable, best: int, rate: float) -> bool:
         """Whether to draft at the best size, which promises so many tokens per millisecond."""

@@ -21,6 +21,7 @@ class Together:
     gate: Gate = field(default_factory=Gate)
     draft_size: int = 0
     num_nodes: int = 0
+    foretold: float | None = None  # tokens that these bring a request, beyond its own one; None: nothing is drafted
     batch_size: int = 0  # for which both were chosen
     num_kept: int = 0  # rounds for which they hold
     _members: list["weakref.ref[Any]"] = field(default_factory=list)  # pilots of requests

@@ -47,6 +47,7 @@ WARM_TOKENS = 8
 MIN_CONTEXT = 1024
 GOAL = 1 / 3
 ONE_BY_ONE, TOGETHER = "generate, one by one", "generate, together"
+REPLAYS = {"every": "replay, every anchor", "visited": "replay, visited"}
 Steps = list[list[int]]  # per size and prompt
 Way = Callable[[LLM, list[ReplayRequest], int], Steps]  # with so many new tokens
 
@@ -101,9 +102,9 @@ def compare(arguments: argparse.Namespace) -> None:
     ways: dict[str, Way] = {
         ONE_BY_ONE: partial(generate_each_size, settings=settings, together=1),
         TOGETHER: partial(generate_each_size, settings=settings, together=together),
-        "replay, every anchor": partial(replay, settings=settings, anchors="every"),
-        "replay, visited": partial(replay, settings=settings, anchors="visited"),
     }
+    for anchors in arguments.anchors.split(","):
+        ways[REPLAYS[anchors]] = partial(replay, settings=settings, anchors=anchors)
     llm.prepare(together)
     seconds: dict[str, float] = {}
     steps: dict[str, Steps] = {}
@@ -152,6 +153,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--slots", type=int, default=None)
+    parser.add_argument("--anchors", default="every,visited", help="which replays to time")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

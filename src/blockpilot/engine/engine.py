@@ -19,7 +19,7 @@ from blockpilot.engine.plain_step import build_plain
 from blockpilot.engine.runner import PassResult, TargetRunner
 from blockpilot.engine.scheduler import Scheduler
 from blockpilot.engine.sequence import Sequence
-from blockpilot.engine.speculative_step import Flight, begin, follow, land
+from blockpilot.engine.speculative_step import NOTHING, Flight, begin, follow, land
 from blockpilot.models.gpu import wait_for
 from blockpilot.pilots.base import Pilot, PrefillState
 from blockpilot.text.detokenizer import IncrementalDetokenizer
@@ -49,11 +49,12 @@ class Engine:
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.joint = build_joint(runner, drafter)
-        self.plain = build_plain(runner)
+        self.plain = build_plain(runner, drafter)
         self.context_length = context_length
         self.eos_token_ids = frozenset(eos_token_ids)
         self.scheduler = Scheduler(token_budget)
         self._flights: list[Flight] = []  # steps on their way, the first one first
+        self._chosen = NOTHING  # draft sizes of the next step, where pilots have been asked already
         self._since: float | None = None  # when the last one landed, if it did so in this call
         self._landed: list[Sequence] = []  # requests that a step has brought something, whose text may not be known
         self._news: list[Update] = []  # not yet handed over
@@ -110,13 +111,20 @@ class Engine:
             in_pass = [sequence for sequence in self.scheduler.decoding if sequence.is_active]
             if in_pass and not self._flights:
                 flight = begin(
-                    in_pass, self.runner, self.drafter, joint=self.joint, plain=self.plain, since=self._since
+                    in_pass,
+                    self.runner,
+                    self.drafter,
+                    joint=self.joint,
+                    plain=self.plain,
+                    since=self._since,
+                    chosen=self._chosen,
                 )
+                self._chosen = NOTHING
                 self._flights.append(flight)
                 if flight.is_over:
                     touched = list(dict.fromkeys(touched + self._land()))
             if len(self._flights) == 1 and not self.scheduler.prefilling:
-                following = follow(self._flights[0], self.drafter, self.joint, self.plain)
+                following, self._chosen = follow(self._flights[0], self.drafter, self.joint, self.plain)
                 self._flights += [] if following is None else [following]
         except BaseException:
             self._drop(in_pass)

@@ -11,7 +11,9 @@ Requests in one step may differ in prompt length, draft size, tree shape, pilot 
 """
 
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Collection
+from types import MappingProxyType
 from typing import NamedTuple
 
 from blockpilot.core.candidates import Candidates
@@ -27,6 +29,8 @@ from blockpilot.engine.runner import PassResult, TargetRunner
 from blockpilot.engine.sequence import Sequence
 from blockpilot.pilots.base import Outcome, PilotInputs
 from blockpilot.pilots.batch import choose_sizes, select_trees
+
+NOTHING: Mapping[Sequence, int] = MappingProxyType({})
 
 
 class Carried(NamedTuple):
@@ -75,54 +79,63 @@ def begin(
     joint: JointStep | None,
     plain: PlainStep | None,
     since: float | None = None,
+    chosen: Mapping[Sequence, int] = NOTHING,
 ) -> Flight:
     """With `joint`, a GPU goes from the draft to the accepted tokens without the host, where it can; with `plain`, from
     token to token. No other step may be on its way.
 
-    `since` is when the step before had landed, if nothing but this has happened since.
+    `since` is when the step before had landed, if nothing but this has happened since. `chosen` are the sizes that
+    pilots have chosen for this step before (`follow`).
     """
     started = time.perf_counter()
     inputs = _inputs(sequences, drafter)
-    sizes = _choose(sequences, inputs)
+    sizes = [chosen.get(one, 0) if given.num_remaining > 1 else 1 for one, given in zip(sequences, inputs, strict=True)]
+    if 0 in sizes:
+        sizes = _choose(sequences, inputs)
     choice_seconds = time.perf_counter() - started
     work: Carried | JointFlight | PlainFlight | None = None
     if plain is not None:
-        work = _start_plainly(sequences, plain)
+        work = _start_plainly(sequences, sizes, plain)
     if work is None and joint is not None:
         work = _start_jointly(sequences, inputs, sizes, joint)
     work = work or _carry_out(sequences, inputs, sizes, runner, drafter)
     return Flight(sequences, inputs, sizes, since or started, choice_seconds, work)
 
 
-def follow(flight: Flight, drafter: Drafter | None, joint: JointStep | None, plain: PlainStep | None) -> Flight | None:
+def follow(
+    flight: Flight, drafter: Drafter | None, joint: JointStep | None, plain: PlainStep | None
+) -> tuple[Flight | None, Mapping[Sequence, int]]:
     """Begin the step behind one that is on its way, of the same requests, before anybody knows what that one brings.
 
-    Pilots decide with what they know. None where they decide otherwise than in the step before, where slots may not
-    have the room, or where nobody is sure to need another step. Requests that end meanwhile get nothing of it.
+    Pilots decide with what they know. There is no such step where they decide otherwise than in the step before, where
+    slots may not have the room, or where nobody is sure to need another; then `begin` gets the sizes they have chosen.
+    Requests that end meanwhile get nothing of it.
     """
-    work, sequences = flight.work, flight.sequences
+    work, sequences, inputs = flight.work, flight.sequences, list(flight.inputs)
     going = [index for index, sequence in enumerate(sequences) if sequence.is_active]
     if isinstance(work, Carried) or not any(sequences[index].num_remaining > flight.sizes[index] for index in going):
-        return None
+        return None, NOTHING
+    positions: list[int | None] = [None] * len(sequences)
+    chosen: Mapping[Sequence, int] = NOTHING
+    if isinstance(work, JointFlight) or work.is_shown:
+        active = [sequences[index] for index in going]
+        known = _inputs(active, drafter)
+        chosen = dict(zip(active, _choose(active, known), strict=True))
+        for index, given in zip(going, known, strict=True):
+            if chosen[sequences[index]] != flight.sizes[index] and given.num_remaining > 1:
+                return None, chosen
+            inputs[index], positions[index] = given, sequences[index].anchor_position
+    behind: JointFlight | PlainFlight | None
     if isinstance(work, PlainFlight):
         assert plain is not None
         behind = plain.follow(work, len(going))
-        return None if behind is None else flight._replace(work=behind, choice_seconds=0.0)
-    assert joint is not None
-    active = [sequences[index] for index in going]
-    known = _inputs(active, drafter)
-    sizes = _choose(active, known)
-    ahead = active[0].pilot.ahead(known[0])
-    inputs = list(flight.inputs)
-    positions: list[int | None] = [None] * len(sequences)
-    for index, given, size in zip(going, known, sizes, strict=True):
-        if size != flight.sizes[index] and given.num_remaining > 1:
-            return None
-        inputs[index], positions[index] = given, sequences[index].anchor_position
-    following = None if ahead is None else joint.follow(work, ahead, positions)
-    if following is None:
-        return None
-    return flight._replace(inputs=inputs, work=following, choice_seconds=0.0)  # nobody has waited for the choice
+    else:
+        assert joint is not None
+        ahead = sequences[going[0]].pilot.ahead(inputs[going[0]])
+        behind = None if ahead is None else joint.follow(work, ahead, positions)
+    if behind is None:
+        return None, chosen
+    return flight._replace(inputs=inputs, work=behind, choice_seconds=0.0), NOTHING  # nobody has waited for the choice
 
 
 def land(flight: Flight, joint: JointStep | None, plain: PlainStep | None) -> tuple[list[Sequence], float]:
@@ -199,17 +212,18 @@ def _carry_out(
     )
 
 
-def _start_plainly(sequences: Collection[Sequence], plain: PlainStep) -> PlainFlight | None:
-    """On the device alone; None where somebody may draft, now or later, or filters tokens."""
-    if any(one.pilot.num_candidates or one.params.is_filtered for one in sequences):
+def _start_plainly(sequences: Collection[Sequence], sizes: Collection[int], plain: PlainStep) -> PlainFlight | None:
+    """On the device alone; None where somebody drafts or filters tokens, or where only some may draft later."""
+    num_drafting = sum(one.pilot.num_candidates > 0 for one in sequences)
+    if max(sizes) > 1 or num_drafting not in (0, len(sequences)) or (num_drafting and plain.drafter is None):
         return None
-    if not plain.can_run(len(sequences)):
+    if any(one.params.is_filtered for one in sequences) or not plain.can_run(len(sequences)):
         return None
     requests = [
         PlainRequest(sequence.slot, sequence.anchor_id, sequence.anchor_position, sequence.params.words)
         for sequence in sequences
     ]
-    return plain.start(requests)
+    return plain.start(requests, is_shown=num_drafting > 0)
 
 
 def _start_jointly(

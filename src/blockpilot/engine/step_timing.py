@@ -24,6 +24,7 @@ from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.decoding.verification import accept
+from blockpilot.engine.plain_step import PlainFlight, PlainRequest
 from blockpilot.pilots.base import Ahead, PilotInputs
 from blockpilot.pilots.batch import choose_sizes, select_trees
 from blockpilot.pilots.calibration import Calibration
@@ -98,8 +99,9 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
             more = max(overheads[batch_size] - first, 0.0)  # a larger batch has more to keep and to show the drafter
             joint_ms = first + float(np.median(times.get(("draft", bench.joint_size), [0.0])))
             for (kind, tokens), values in times.items():
-                if kind == "verify" and bench.is_joint(tokens):  # whole steps
-                    values = [max(value / BURST - joint_ms, 0.0) for value in values]
+                if kind == "verify" and bench.is_alone(tokens):  # whole steps
+                    known = joint_ms if tokens > 1 else 0.0
+                    values = [max(value / BURST - known, 0.0) for value in values]
                     checks.append(_point(values, tokens, batch_size, context))
                 elif kind == "verify":
                     checks.append(_point([value + more for value in values], tokens, batch_size, context))
@@ -119,7 +121,7 @@ class _Bench:
         self.tap_layers = self.drafter.tap_layers if self.drafter else ()
         self.vocab_size = self.runner.decoder.config.vocab_size
         self.random = random.Random(0)
-        self.joint = llm.engine.joint
+        self.joint, self.plain = llm.engine.joint, llm.engine.plain
         self.joint_size = min(NUM_POSITIONS + 1, self.drafter.max_block_size) if self.joint and self.drafter else 0
         self.candidates = stack_candidates([_make_candidates(self.vocab_size)] * len(slots))
         self.pilots: dict[int, list[StepPilot]] = {}  # by tokens per request
@@ -171,6 +173,9 @@ class _Bench:
         if self.is_joint(tokens):
             self._take_steps(tokens)
             return
+        if self.is_alone(tokens):
+            self._decode_plainly()
+            return
         trees = list(zip(self.slots, self._select(tokens), strict=True))
         result = self.runner.verify(trees, self.tap_layers)
         best = result.best_ids()
@@ -180,6 +185,24 @@ class _Bench:
 
     def is_joint(self, tokens: int) -> bool:
         return self.joint is not None and tokens > 1 and self.joint.can_run(len(self.slots), self.joint_size, tokens)
+
+    def is_alone(self, tokens: int) -> bool:
+        """Whether the device takes steps of so many tokens without the host."""
+        is_plain = tokens == 1 and self.plain is not None and self.plain.can_run(len(self.slots))
+        return is_plain or self.is_joint(tokens)
+
+    def _decode_plainly(self) -> None:
+        assert self.plain is not None
+        anchor_id, words = self._tokens(1)[0], SamplingParams().words
+        requests = [PlainRequest(slot, anchor_id, self.context, words) for slot in self.slots]
+        flight: PlainFlight | None = None
+        for index in range(BURST):
+            flight = flight or self.plain.start(requests)
+            following = self.plain.follow(flight, len(requests)) if index < BURST - 1 else None
+            self.plain.land(flight, [True] * len(requests))
+            flight = following
+        for slot in self.slots:
+            self.runner.cache.rewind(slot, self.context)
 
     def _take_steps(self, tokens: int) -> None:
         """As an engine does: with drafts of `joint_size`, each begun before the step before it has landed."""

@@ -11,6 +11,7 @@ from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import DraftRequest
 from blockpilot.engine.joint_step import JointFlight, JointStep
 from blockpilot.engine.llm import LLM
+from blockpilot.engine.plain_step import PlainFlight, PlainRequest, PlainStep
 from blockpilot.engine.planned_runner import PlannedRunner
 from blockpilot.engine.step_timing import ProfilePlan, time_steps
 from blockpilot.models.gpu import Stopwatch
@@ -117,7 +118,7 @@ def test_adaptive_pilots_learn_as_on_the_host(runs: Runs, num_prompts: int) -> N
         plain = llm.generate(PROMPTS[:num_prompts], SAMPLING["greedy"], pilot="ar", is_raw=True)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
         chosen = [[(one.block_size, one.verify_size) for one in answer.steps[:6]] for answer in found]
-        sizes.append([list(dict.fromkeys(each))[:3] for each in chosen])  # a step behind another decides one step later
+        sizes.append([list(dict.fromkeys(each))[:2] for each in chosen])  # a step behind another decides one step later
         first = pilot.started[0]
         recent = first.recent if num_prompts == 1 else first._together.recent
         memories.append((recent.average, recent.expected, recent.promised, recent.kept))
@@ -255,6 +256,37 @@ def test_a_full_context_ends_answers(runs: Runs) -> None:
         flight, positions = following, [None]
     assert following is None and flight.reach[0] + 8 <= cache.capacity
     joint.land(flight, [False])
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_a_pilot_that_does_not_draft_decodes_plainly_and_probes(
+    monkeypatch: pytest.MonkeyPatch, num_prompts: int
+) -> None:
+    """As on the host, without it: the drafter sees every token, and what a pilot has chosen once is not asked again."""
+    shown: list[bool] = []
+    start = PlainStep.start
+
+    def note(self: PlainStep, requests: Sequence[PlainRequest], *, is_shown: bool = False) -> PlainFlight:
+        shown.append(is_shown)
+        return start(self, requests, is_shown=is_shown)
+
+    monkeypatch.setattr(PlainStep, "start", note)
+    dear = replace(StepCosts.linear(draft=0.5, slope=0.4), padding=PlannedRunner.padding)
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    sizes = []
+    for is_joint in (True, False):
+        llm = build(is_joint=is_joint, costs=dear)
+        if not is_joint:
+            llm.engine.plain = None
+        pilot = StepPilot(Calibration.identity(), dear)
+        found = llm.generate(PROMPTS[:num_prompts], params, pilot=[pilot] * num_prompts, is_raw=True)
+        plain = llm.generate(PROMPTS[:num_prompts], params, pilot="ar", is_raw=True)
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
+        drafts = [step.block_size for step in found[-1].steps]
+        sizes.append([index for index, size in enumerate(drafts) if size > 1])
+    assert shown.count(True) >= 2  # at first, and behind every probe
+    assert len(sizes[0]) == len(sizes[1]) >= 2 and sizes[0][-1] == pytest.approx(sizes[1][-1], abs=6)
 
 
 def test_a_pilot_that_decides_otherwise_is_waited_for(runs: Runs) -> None:

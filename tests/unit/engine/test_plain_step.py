@@ -35,10 +35,10 @@ class Runs(list[int]):
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     counted, start, follow = Runs(), PlainStep.start, PlainStep.follow
 
-    def count(self: PlainStep, requests: Sequence[PlainRequest]) -> PlainFlight:
+    def count(self: PlainStep, requests: Sequence[PlainRequest], *, is_shown: bool = False) -> PlainFlight:
         counted.append(len(requests))
         counted.ahead.append(False)
-        return start(self, requests)
+        return start(self, requests, is_shown=is_shown)
 
     def count_ahead(self: PlainStep, flight: PlainFlight, num_requests: int) -> PlainFlight | None:
         following = follow(self, flight, num_requests)

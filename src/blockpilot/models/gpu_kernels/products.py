@@ -16,6 +16,7 @@ from blockpilot.models.kernels_reference import Parts
 MAX_PARTS = 12
 MAX_NARROW = 2048  # inner size that one warp takes whole
 MAX_TILE = 64  # tokens of one program; beyond it the library multiplies, except by small weights
+MIN_DEEP, MIN_LONG = 1024, 8192  # inner sizes that are read in longer pieces, and that keep a processor busy alone
 MAX_SMALL, MAX_TOKENS = 1 << 21, 1024  # numbers in a small weight, and tokens that are multiplied by it here
 
 
@@ -157,8 +158,10 @@ class LinearPlan:
 
 def plan_linear(num_tokens: int, num_rows: int, size: int, num_processors: int) -> LinearPlan:
     """Tiles measured on an H200: about two programs for every processor; few rows are split over the inner size."""
+    if size >= MIN_DEEP and num_rows * size > MAX_SMALL and num_tokens <= MAX_TILE:
+        return _plan_large(num_tokens, num_rows, size, num_processors)
     programs = -(-num_rows // 64)
-    depth = 128 if size >= 1024 else 64
+    depth = 128 if size >= MIN_DEEP else 64
     most = min(size // (2 * depth), MAX_PARTS)
     if num_tokens <= MIN_TILE:
         wanted = 1 if programs > 0.7 * num_processors else round(2 * num_processors / programs)
@@ -171,9 +174,33 @@ def plan_linear(num_tokens: int, num_rows: int, size: int, num_processors: int) 
     return LinearPlan(tokens, 64, depth, splits, is_early=is_early, num_stages=4 if tokens < MAX_TILE else 3)
 
 
+def _plan_large(num_tokens: int, num_rows: int, size: int, num_processors: int) -> LinearPlan:
+    """Up to 64 tokens times the weights of models of billions. Where a program has a processor for itself, it takes six
+    tiles ahead; where programs come in waves, what is loaded early would only be in the way."""
+    programs, depth = -(-num_rows // 64), 128
+    most = min(size // (2 * depth), MAX_PARTS)
+    tokens = next(tile for tile in (MIN_TILE, 2 * MIN_TILE, MAX_TILE) if num_tokens <= tile)
+    if programs > num_processors:
+        return LinearPlan(tokens, 64, depth, is_early=False, num_stages=4 if tokens < MAX_TILE else 3)
+    if tokens == MIN_TILE:
+        is_alone = size >= MIN_LONG or programs > 0.7 * num_processors
+        wanted = num_processors // programs if is_alone else round(2 * num_processors / programs)
+        return LinearPlan(tokens, 64, depth, max(1, min(wanted, most)), num_stages=6 if is_alone else 4)
+    if tokens < MAX_TILE:
+        wanted = round(1.8 * num_processors / programs)
+        return LinearPlan(tokens, 64, depth, max(1, min(wanted, most)), num_stages=3)
+    if size < MIN_LONG and 2 * programs <= num_processors:
+        wanted = num_processors // programs
+        return LinearPlan(tokens, 64, depth, max(1, min(wanted, most)), is_early=False, num_stages=4)
+    wanted = round(1.5 * num_processors / programs)
+    return LinearPlan(tokens, 64, depth, max(1, min(wanted, most)), is_early=False, num_stages=3)
+
+
 def plan_gated(num_tokens: int, num_rows: int, size: int, num_processors: int) -> LinearPlan:
     """A program takes as many rows of the gate and of the up projection."""
     tokens, is_early = _tile(num_tokens, -(-num_rows // 64), num_processors)
+    if MIN_TILE < num_tokens <= 2 * MIN_TILE and size >= MIN_DEEP:
+        tokens, is_early = 2 * MIN_TILE, True
     # small models wait for memory more than they read it
     return LinearPlan(tokens, 64, 64, is_early=is_early, num_stages=6 if size < 1024 and tokens < MAX_TILE else 4)
 

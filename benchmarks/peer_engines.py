@@ -22,7 +22,7 @@ from blockpilot.core.errors import InputError
 from blockpilot.models.export import export_drafter
 
 LOOKUP_TOKENS = 10  # the value that the documentation of transformers uses
-GPU_PEERS = ("transformers", "transformers-static", "transformers-compile", "dflash")
+GPU_PEERS = ("transformers", "transformers-static", "dflash", "transformers-compile")  # the slowest to warm up is last
 CPU_PEERS = ("transformers", "transformers-lookup", "llama.cpp")
 
 
@@ -83,10 +83,8 @@ class Peers:
         kinds: dict[str, Callable[[], Contestant]] = {
             "transformers": lambda: self._transformers(name, {}),
             "transformers-lookup": lambda: self._transformers(name, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
-            "transformers-static": lambda: self._transformers(
-                name, {"cache_implementation": "static", "disable_compile": True}
-            ),
-            "transformers-compile": lambda: self._transformers(name, {"cache_implementation": "static"}),
+            "transformers-static": lambda: self._transformers(name, {"disable_compile": True}, is_static=True),
+            "transformers-compile": lambda: self._transformers(name, {}, is_static=True),
             "llama.cpp": lambda: LlamaCpp(self.settings),
             "dflash": lambda: DFlashPackage(self.settings, self._model),
         }
@@ -94,8 +92,9 @@ class Peers:
             raise InputError(f"unknown peer {name!r}; known: {', '.join(kinds)}")
         return kinds[name]()
 
-    def _transformers(self, name: str, options: dict[str, Any]) -> "Transformers":
-        return Transformers(name, self._model, self.settings.eos_token_ids, options)
+    def _transformers(self, name: str, options: dict[str, Any], *, is_static: bool = False) -> "Transformers":
+        size = self.settings.context_length if is_static else None
+        return Transformers(name, self._model, self.settings.eos_token_ids, options, size)
 
     @cached_property
     def _model(self) -> Any:
@@ -108,7 +107,10 @@ class Peers:
         path, options = self.settings.weights, {"dtype": getattr(torch, self.settings.dtype)}
         if path.is_file():
             path, options["gguf_file"] = path.parent, path.name
-        model = AutoModelForCausalLM.from_pretrained(path, **options)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, **options)
+        except (ImportError, OSError, ValueError) as error:  # no gguf or accelerate, or a file it does not know
+            raise SkippedError(f"transformers cannot load {self.settings.weights.name}: {error}") from error
         return model.to(self.settings.device).eval()
 
 
@@ -128,11 +130,21 @@ class TokenClock:
 
 
 class Transformers:
-    def __init__(self, name: str, model: Any, eos_token_ids: Sequence[int], options: dict[str, Any]) -> None:
-        self.name, self.model, self.eos, self.options = name, model, list(eos_token_ids), options
-        self.about = {"transformers": version("transformers"), **options}
+    """`generate`. A static cache is kept and emptied: with one of its own `generate` records its CUDA graph anew."""
+
+    def __init__(
+        self, name: str, model: Any, eos_token_ids: Sequence[int], options: dict[str, Any], static_size: int | None
+    ) -> None:
+        self.name, self.model, self.eos, self.options = name, model, list(eos_token_ids), dict(options)
+        self.about = {"transformers": version("transformers"), **options, "static_cache": static_size}
+        if static_size is not None:  # it compiles what it decodes with by itself, on a GPU
+            from transformers import StaticCache
+
+            self.options["past_key_values"] = StaticCache(config=model.config, max_cache_len=static_size)
 
     def answer(self, prompt_ids: list[int], max_new_tokens: int) -> Reply:
+        if "past_key_values" in self.options:
+            self.options["past_key_values"].reset()
         clock = TokenClock()
         ids = torch.tensor([prompt_ids], device=self.model.device)
         started = time.perf_counter()

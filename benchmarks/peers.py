@@ -15,12 +15,16 @@ On a CPU: `transformers` (plain, and with prompt lookup), llama.cpp on the same 
 answers the longest prompt once to warm up, then all answer each prompt in an order shuffled anew. Decoding is timed
 from the first token on.
 
+`--seconds` ends a run early, with the rows of what is done: after a whole round, one prompt answered by everyone; rounds
+take the tasks in turns. A peer that fails while it warms up is skipped, too.
+
 Prints a table; `--out` gets `rows.jsonl` (per task and their mean), `answers.jsonl` and `manifest.json`.
 """
 
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -60,9 +64,10 @@ def compare(arguments: argparse.Namespace, out: Path) -> list[Row]:
         methods = run.choose_methods()
     contestants: list[Contestant] = [Ours(site.engines.of(method), method) for method in methods]
     peers, skipped = build_peers(arguments, setup, site)
-    contestants += peers
+    encoded = {work.key: encode_turn(site.tokenizer, work.prompts[0], []) for work in run.rounds}
+    contestants += warm_up(peers, max(encoded.values(), key=len), setup.config.max_new_tokens, skipped)
     file = AnswersFile(out / "answers.jsonl")
-    for answer in measure(contestants, run.rounds, site.tokenizer, setup.config):
+    for answer in measure(contestants, run.rounds, encoded, site.tokenizer, setup.config, deadline):
         file.append([answer])
     answers = file.answers
     places = {(task.name, prompt.id): Place(prompt, 0) for task in run.fit.tasks for prompt in task.prompts}

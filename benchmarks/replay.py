@@ -13,8 +13,8 @@ One engine, the same prompts, one run:
 A generation knows the anchors it visited; only the second replay is no better informed. Replay counts everything, from
 writing the answers to files on the disk; generating counts prefill, once per size, as it must. Nothing else is kept of
 either. Replay writes its answers as `blockpilot collect` does: through the engine's slots, or, with fewer than 16 on a
-GPU at temperature 0, in bulk (all prompts at once, up to 256); `--slots` sets these, by default to the number of prompts
-on a GPU and to 8 on a CPU. Warm-up is not counted; on a GPU it is a short run of the same shapes.
+GPU at temperature 0, in bulk (all prompts at once, up to 256); `--slots` sets these, by default the number of prompts
+on a GPU and 8 on a CPU. Warm-up is not counted; on a GPU it is a short run of the same shapes.
 
 Prints one JSON object per way, with the share of (prompt, size) pairs that took as many steps as when generated one by
 one (in bfloat16 texts may differ), then one with replay's share of the time that generating took.

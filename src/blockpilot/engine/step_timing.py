@@ -39,11 +39,13 @@ NUM_POSITIONS = 15
 NUM_OBSERVED = 3  # tokens a drafted step keeps, for the overhead
 MAX_TOKENS = 64  # of one request in a check that is timed
 BURST = 8  # steps that are timed together where each is begun before the one before is over
+DRAFTED = 4  # tokens of the checks behind drafts that are timed inside of steps
 GPU_TOTALS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
 AS_SCORED = Ahead(0, weights=(Calibration.identity().plain_weights,) * 2)
 FREE, BEYOND = 1.0, 1e6  # imagined milliseconds: of checks up to a size, and of larger ones
 Report = Callable[[str, int, int], None]  # (what is measured now, done, in all)
-Passes = dict[tuple[str, int], Callable[[], object]]  # ("draft" or "verify", tokens per request) -> run it once
+# ("draft" or "verify", tokens per request) -> run it once; the milliseconds, if it knows better than a clock around it
+Passes = dict[tuple[str, int], Callable[[], float | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +97,12 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
             num_rounds = min([num_rounds, *map(len, times.values())])
             if batch_size not in overheads:
                 overheads[batch_size] = float(np.median([bench.overhead() for _ in range(3)]))
-            first = next(iter(overheads.values()))
+            first = 0.0 if bench.joint_size else next(iter(overheads.values()))
             more = max(overheads[batch_size] - first, 0.0)  # a larger batch has more to keep and to show the drafter
-            joint_ms = first + float(np.median(times.get(("draft", bench.joint_size), [0.0])))
+            draft_ms = float(np.median(times.get(("draft", bench.joint_size), [0.0])))
             for (kind, tokens), values in times.items():
                 if kind == "verify" and bench.is_alone(tokens):  # whole steps
-                    known = joint_ms if tokens > 1 else 0.0
+                    known = draft_ms if tokens > 1 else 0.0
                     values = [max(value / BURST - known, 0.0) for value in values]
                     checks.append(_point(values, tokens, batch_size, context))
                 elif kind == "verify":
@@ -108,7 +110,7 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
                 elif is_first:
                     drafts.append(_point(values, tokens, batch_size, context))
     report("draft and check times", len(places), len(places))
-    overhead = next(iter(overheads.values()))
+    overhead = 0.0 if llm.engine.joint else next(iter(overheads.values()))  # a device's checks are all but the draft
     facts = {**key, "num_rounds": num_rounds}
     return StepCosts(tuple(drafts), tuple(checks), overhead, facts, llm.engine.runner.padding)
 
@@ -148,9 +150,13 @@ class _Bench:
             found["draft", self.joint_size] = lambda: self.draft(self.joint_size)
         return found
 
-    def draft(self, block_size: int) -> None:
+    def draft(self, block_size: int) -> float | None:
+        """Milliseconds, where the device has taken them inside of steps."""
         assert self.drafter is not None
-        self.drafter.propose(self._requests(block_size))
+        if self.joint is None or not self.joint.can_run(len(self.slots), block_size, DRAFTED):
+            self.drafter.propose(self._requests(block_size))
+            return None
+        return 1e3 * float(np.median(self._take_steps(DRAFTED, block_size)))
 
     def _requests(self, block_size: int) -> list[DraftRequest]:
         return [
@@ -171,7 +177,7 @@ class _Bench:
         Where the device does that without the host, some steps are taken one behind the other.
         """
         if self.is_joint(tokens):
-            self._take_steps(tokens)
+            self._take_steps(tokens, self.joint_size)
             return
         if self.is_alone(tokens):
             self._decode_plainly()
@@ -204,23 +210,24 @@ class _Bench:
         for slot in self.slots:
             self.runner.cache.rewind(slot, self.context)
 
-    def _take_steps(self, tokens: int) -> None:
-        """As an engine does: with drafts of `joint_size`, each begun before the step before it has landed."""
+    def _take_steps(self, tokens: int, draft_size: int) -> list[float]:
+        """As an engine does: each begun before the step before it has landed. The seconds of their drafts."""
         assert self.joint is not None and self.drafter is not None
-        limits = (tokens - 1, self.joint_size - 1)
-        requests = [draft._replace(limits=limits) for draft in self._requests(self.joint_size)]
-        flight = None
+        limits = (tokens - 1, draft_size - 1)
+        requests = [draft._replace(limits=limits) for draft in self._requests(draft_size)]
+        flight, seconds = None, []
         for index in range(BURST):
             positions = [self.runner.cache.lengths[slot] for slot in self.slots]
             if flight is None:
                 placed = [one._replace(position=position) for one, position in zip(requests, positions, strict=True)]
                 flight = self.joint.start(placed, AS_SCORED)
             following = self.joint.follow(flight, AS_SCORED, positions) if index < BURST - 1 else None
-            self.joint.land(flight, [True] * len(requests))
+            seconds.append(self.joint.land(flight, [True] * len(requests)).draft_seconds)
             flight = following
         for slot in self.slots:
             self.runner.cache.rewind(slot, self.context)
             self.joint.drafter.cache.rewind(slot, self.context)
+        return seconds
 
     def _select(self, tokens: int) -> list[DraftTree]:
         """Trees of adaptive pilots to whom that many tokens are free and more are not; anchors of plain decoding."""
@@ -322,12 +329,12 @@ def _time_rounds(passes: Passes, num_rounds: int, budget_seconds: float) -> dict
     return {name: values[1:] or values for name, values in times.items()}
 
 
-def _time(run: Callable[[], object]) -> float:
+def _time(run: Callable[[], float | None]) -> float:
     _wait_for_device()
     started = time.perf_counter()
-    run()
+    found = run()
     _wait_for_device()
-    return 1e3 * (time.perf_counter() - started)
+    return 1e3 * (time.perf_counter() - started) if found is None else found
 
 
 def _wait_for_device() -> None:

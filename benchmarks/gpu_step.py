@@ -6,8 +6,8 @@
 One JSON row for each pass: shape x batch x tokens x context. `ms` is what a caller waits for (writing the plan, the
 graph, reading the result), `graph_ms` the device's part; `floor_ms` is bytes over the copy rate measured in the same
 run, and `matrix_share` the multiplications per second over those of one large product in the same run. Rows of work
-`step` time whole steps of a method: pilot, draft, check, acceptance, keeping. Weights are random: speed does not depend
-on them. What does not fit in memory is skipped and said.
+`step` time whole steps of a method, from the end of one to that of the next: pilot, draft, check, acceptance, keeping.
+Weights are random: speed does not depend on them. What does not fit in memory is skipped and said.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from blockpilot.engine.joint_step import build_joint
 from blockpilot.engine.plain_step import build_plain
 from blockpilot.engine.planned_runner import PlannedRunner
 from blockpilot.engine.sequence import Sequence
-from blockpilot.engine.speculative_step import speculative_step
+from blockpilot.engine.speculative_step import begin, follow, land
 from blockpilot.models.config import DecoderConfig, MoeConfig, RopeConfig
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash, DFlashConfig
@@ -208,15 +209,17 @@ def time_steps(
         )
         for slot in slots
     ]
-    joint, plain = build_joint(runner, drafter), build_plain(runner)
-    walls = []
-    for _ in range(repeats + 3):
-        started = time.perf_counter()
-        speculative_step(sequences, runner, drafter, joint, plain)
-        torch.cuda.synchronize()
-        walls.append(1e3 * (time.perf_counter() - started))
-    steps = [sequences[0].steps[-1]]
-    return {"ms": round(statistics.median(walls[3:]), 4), "tokens": steps[0].verify_size, "emitted": steps[0].emitted}
+    joint, plain = build_joint(runner, drafter), build_plain(runner, drafter)
+    flight, landings = None, []
+    for _ in range(repeats + 4):
+        flight = flight or begin(sequences, runner, drafter, joint=joint, plain=plain)
+        behind, _ = follow(flight, drafter, joint, plain)
+        landings.append(land(flight, joint, plain)[1])
+        flight = behind
+    torch.cuda.synchronize()
+    walls = [1e3 * (after - before) for before, after in pairwise(landings[3:])]
+    last = sequences[0].steps[-1]
+    return {"ms": round(statistics.median(walls), 4), "tokens": last.verify_size, "emitted": last.emitted}
 
 
 class Silent:

@@ -180,7 +180,7 @@ class PassPlan:
         start, num_extra = lengths[slot], self.count - len(tree)
         ids = (*tree.token_ids, *[0] * num_extra)
         positions = (*[start + depth for depth in tree.depths], *[start] * num_extra)
-        masks = _pack_masks(_tree_masks(tree.parents), self.count)
+        _, masks = _tree_shape(tree.parents, self.count)
         self._layout.pack_into(self.staging.memory, 0, *ids, *positions, slot, start, *words, *NO_TREE, masks)
 
     def _write_block(

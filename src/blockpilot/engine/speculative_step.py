@@ -58,19 +58,6 @@ class Flight(NamedTuple):
         return isinstance(self.work, Carried)
 
 
-def speculative_step(
-    sequences: Collection[Sequence],
-    runner: TargetRunner,
-    drafter: Drafter | None,
-    joint: JointStep | None = None,
-    plain: PlainStep | None = None,
-) -> None:
-    """Advance every sequence by one step; finished ones carry a finish_reason afterwards."""
-    land(begin(sequences, runner, drafter, joint=joint, plain=plain), joint, plain)
-    for sequence in sequences:
-        sequence.write()
-
-
 def begin(
     sequences: Collection[Sequence],
     runner: TargetRunner,

@@ -15,8 +15,8 @@ On a CPU: `transformers` (plain, and with prompt lookup), llama.cpp on the same 
 answers the longest prompt once to warm up, then all answer each prompt in an order shuffled anew. Decoding is timed
 from the first token on.
 
-`--seconds` ends a run early, with the rows of what is done: after a whole round, one prompt answered by everyone; rounds
-take the tasks in turns. A peer that fails while it warms up is skipped, too.
+`--seconds` ends a run early with the rows of what is done. A round (a prompt answered by everyone) is not cut, and
+rounds take the tasks in turns. A peer that fails while it warms up is skipped like one that is missing.
 
 Prints a table; `--out` gets `rows.jsonl` (per task and their mean), `answers.jsonl` and `manifest.json`.
 """
@@ -35,7 +35,7 @@ import torch
 from peer_engines import CPU_PEERS, GPU_PEERS, Contestant, Ours, Peers, PeerSettings, Reply, SkippedError
 
 from blockpilot.bench import manifest as manifests
-from blockpilot.bench.answers import Answer, AnswersFile, select
+from blockpilot.bench.answers import Answer, AnswersFile, RoundKey, select
 from blockpilot.bench.asking import Round, encode_turn
 from blockpilot.bench.audit import Difference, Place
 from blockpilot.bench.config import BenchConfig
@@ -55,6 +55,7 @@ Row = dict[str, Any]
 
 
 def compare(arguments: argparse.Namespace, out: Path) -> list[Row]:
+    deadline = time.perf_counter() + arguments.seconds
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty: choose another --out")
     setup = make_setup(arguments)
@@ -62,10 +63,11 @@ def compare(arguments: argparse.Namespace, out: Path) -> list[Row]:
     with show_counted("answers, choosing best-fixed") as report:
         run = BenchRun(setup, site, out, report)
         methods = run.choose_methods()
-    contestants: list[Contestant] = [Ours(site.engines.of(method), method) for method in methods]
+    ours = [Ours(site.engines.of(method), method) for method in methods]
     peers, skipped = build_peers(arguments, setup, site)
     encoded = {work.key: encode_turn(site.tokenizer, work.prompts[0], []) for work in run.rounds}
-    contestants += warm_up(peers, max(encoded.values(), key=len), setup.config.max_new_tokens, skipped)
+    longest = max(encoded.values(), key=len)
+    contestants = warm_up([*ours, *peers], longest, setup.config.max_new_tokens, skipped)
     file = AnswersFile(out / "answers.jsonl")
     for answer in measure(contestants, run.rounds, encoded, site.tokenizer, setup.config, deadline):
         file.append([answer])
@@ -75,7 +77,8 @@ def compare(arguments: argparse.Namespace, out: Path) -> list[Row]:
     names = [contestant.name for contestant in contestants]
     rows = build_rows(answers, differences, names, run.manifest["id"])
     about = {contestant.name: contestant.about for contestant in contestants}
-    run.manifest |= {"is_complete": True, "contestants": about, "skipped": skipped}
+    is_complete = len(answers) == len(run.rounds) * len(contestants)
+    run.manifest |= {"is_complete": is_complete, "contestants": about, "skipped": skipped}
     run.manifest["differences"] = [asdict(difference) for difference in differences]
     write_text(out / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     manifests.write(out, run.manifest)
@@ -136,17 +139,40 @@ def build_peers(
     return found, skipped
 
 
+def warm_up(
+    contestants: Sequence[Contestant], prompt_ids: list[int], max_new_tokens: int, skipped: dict[str, str]
+) -> list[Contestant]:
+    """Everybody answers once: compiles, packs, measures step costs. Returns those that could."""
+    ready = []
+    with show_counted("warmed up") as report:
+        for place, contestant in enumerate(contestants):
+            report(f"warming up {contestant.name}", place, len(contestants))
+            try:
+                contestant.answer(prompt_ids, max_new_tokens)
+            except Exception as error:
+                if isinstance(contestant, Ours):
+                    raise
+                skipped[contestant.name] = f"{type(error).__name__}: {error}"
+                print(f"skipped {contestant.name}: {skipped[contestant.name]}", file=sys.stderr)
+            else:
+                ready.append(contestant)
+    return ready
+
+
 def measure(
-    contestants: Sequence[Contestant], rounds: Sequence[Round], tokenizer: Tokenizer, config: BenchConfig
+    contestants: Sequence[Contestant],
+    rounds: Sequence[Round],
+    encoded: Mapping[RoundKey, list[int]],
+    tokenizer: Tokenizer,
+    config: BenchConfig,
+    deadline: float,
 ) -> Iterator[Answer]:
-    """Everybody's answer to every prompt, in turns."""
-    encoded = {work.key: encode_turn(tokenizer, work.prompts[0], []) for work in rounds}
-    longest = max(encoded.values(), key=len)
+    """Everybody's answer to every prompt, in turns; after the deadline no further round begins."""
     with show_counted("answers") as report:
-        for contestant in contestants:  # compiles, packs, measures step costs, and fixes the size of static caches
-            report(f"warming up {contestant.name}", 0, len(rounds) * len(contestants))
-            contestant.answer(longest, config.max_new_tokens)
         for place, work in enumerate(rounds):
+            if place and time.perf_counter() > deadline:
+                print(f"out of time after {place} of {len(rounds)} rounds", file=sys.stderr)
+                return
             for turn, contestant in enumerate(work.shuffle(contestants, config.seed)):
                 reply = contestant.answer(encoded[work.key], config.max_new_tokens)
                 yield record(work, contestant.name, reply, encoded[work.key], tokenizer)
@@ -254,6 +280,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every engine")
     parser.add_argument("--peers", help=f"default: {','.join(CPU_PEERS)}; on a GPU {','.join(GPU_PEERS)}")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round later than this")
     parser.add_argument("--out", type=Path, help="default: a new folder under runs/")
     return parser.parse_args(words)
 

@@ -12,9 +12,9 @@ One engine, the same prompts, one run:
 
 A generation knows the anchors it visited; only the second replay is no better informed. Replay counts everything, from
 writing the answers to files on the disk; generating counts prefill, once per size, as it must. Nothing else is kept of
-either. Replay writes its answers as `blockpilot collect` does: through the engine's slots, or, with fewer than 16 on a
-GPU at temperature 0, in bulk (all prompts at once, up to 256); `--slots` sets these, by default the number of prompts
-on a GPU and 8 on a CPU. Warm-up is not counted; on a GPU it is a short run of the same shapes.
+either. Replay writes its answers as `blockpilot collect` does: on a GPU at temperature 0 in bulk (all prompts at once,
+up to 256), else through the engine's slots; `--slots` sets these, by default to the number of prompts on a GPU and to 8
+on a CPU. Warm-up is not counted; on a GPU it is a short run of all prompts, and of replay a whole one of the first two.
 
 Prints one JSON object per way, with the share of (prompt, size) pairs that took as many steps as when generated one by
 one (in bfloat16 texts may differ), then one with replay's share of the time that generating took.
@@ -77,9 +77,13 @@ def replay(
     return [[len(walk_chain(trace, size)) for trace in traces] for size in config.sizes]
 
 
-def measure(llm: LLM, way: Way, requests: list[ReplayRequest], max_new_tokens: int) -> tuple[float, Steps]:
+def measure(
+    llm: LLM, way: Way, requests: list[ReplayRequest], max_new_tokens: int, *, is_replay: bool
+) -> tuple[float, Steps]:
     is_gpu = llm.device_type == "cuda"
     way(llm, requests if is_gpu else requests[:1], WARM_TOKENS)  # kernels are compiled and shapes prepared at first use
+    if is_gpu and is_replay:  # some only for as many anchors as there will be
+        way(llm, requests[:2], max_new_tokens)
     if is_gpu:
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -110,7 +114,8 @@ def compare(arguments: argparse.Namespace) -> None:
     steps: dict[str, Steps] = {}
     for name, way in ways.items():
         print(f"{name} ({len(seconds)} of {len(ways)} done)", file=sys.stderr, flush=True)
-        seconds[name], steps[name] = measure(llm, way, requests, arguments.max_new_tokens)
+        is_replay = name in REPLAYS.values()
+        seconds[name], steps[name] = measure(llm, way, requests, arguments.max_new_tokens, is_replay=is_replay)
         same = share_of_same(steps[name], steps[ONE_BY_ONE])
         num_steps = sum(map(sum, steps[name]))
         row = {"way": name, "seconds": round(seconds[name], 3), "num_steps": num_steps, "same_steps": round(same, 3)}

@@ -38,7 +38,7 @@ NUM_CANDIDATES = 16
 NUM_POSITIONS = 15
 NUM_OBSERVED = 3  # tokens a drafted step keeps, for the overhead
 MAX_TOKENS = 64  # of one request in a check that is timed
-BURST = 8  # steps that are timed together where each is begun before the one before is over
+BURST = 8  # steps that are taken together where each is begun before the one before is over
 DRAFTED = 4  # tokens of the checks behind drafts that are timed inside of steps
 GPU_TOTALS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
 AS_SCORED = Ahead(0, weights=(Calibration.identity().plain_weights,) * 2)
@@ -99,15 +99,18 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
                 overheads[batch_size] = float(np.median([bench.overhead() for _ in range(3)]))
             first = 0.0 if bench.joint_size else next(iter(overheads.values()))
             more = max(overheads[batch_size] - first, 0.0)  # a larger batch has more to keep and to show the drafter
-            draft_ms = float(np.median(times.get(("draft", bench.joint_size), [0.0])))
+            draft_ms = bench.draft_ms()
+            usual = float(np.median(times.get(("draft", bench.joint_size), [0.0])))
             for (kind, tokens), values in times.items():
                 if kind == "verify" and bench.is_alone(tokens):  # whole steps
                     known = draft_ms if tokens > 1 else 0.0
-                    values = [max(value / BURST - known, 0.0) for value in values]
+                    values = [max(value - known, 0.0) for value in values]
                     checks.append(_point(values, tokens, batch_size, context))
                 elif kind == "verify":
                     checks.append(_point([value + more for value in values], tokens, batch_size, context))
                 elif is_first:
+                    rest = usual - draft_ms if bench.drafts_alone(tokens) else 0.0  # of steps that are all alike
+                    values = [max(value - rest, 0.0) for value in values]
                     drafts.append(_point(values, tokens, batch_size, context))
     report("draft and check times", len(places), len(places))
     overhead = 0.0 if llm.engine.joint else next(iter(overheads.values()))  # a device's checks are all but the draft
@@ -125,6 +128,7 @@ class _Bench:
         self.random = random.Random(0)
         self.joint, self.plain = llm.engine.joint, llm.engine.plain
         self.joint_size = min(NUM_POSITIONS + 1, self.drafter.max_block_size) if self.joint and self.drafter else 0
+        self._draft_seconds: list[float] = []  # of drafts of `joint_size` inside of steps, by the device's clock
         self.candidates = stack_candidates([_make_candidates(self.vocab_size)] * len(slots))
         self.pilots: dict[int, list[StepPilot]] = {}  # by tokens per request
 
@@ -151,12 +155,18 @@ class _Bench:
         return found
 
     def draft(self, block_size: int) -> float | None:
-        """Milliseconds, where the device has taken them inside of steps."""
+        """Milliseconds of a whole step, where the device drafts inside of steps."""
         assert self.drafter is not None
-        if self.joint is None or not self.joint.can_run(len(self.slots), block_size, DRAFTED):
-            self.drafter.propose(self._requests(block_size))
-            return None
-        return 1e3 * float(np.median(self._take_steps(DRAFTED, block_size)))
+        if self.drafts_alone(block_size):
+            return self._take_steps(DRAFTED, block_size)
+        self.drafter.propose(self._requests(block_size))
+        return None
+
+    def draft_ms(self) -> float:
+        return 1e3 * float(np.median(self._draft_seconds or [0.0]))
+
+    def drafts_alone(self, block_size: int) -> bool:
+        return self.joint is not None and self.joint.can_run(len(self.slots), block_size, DRAFTED)
 
     def _requests(self, block_size: int) -> list[DraftRequest]:
         return [
@@ -171,23 +181,22 @@ class _Bench:
             for slot in self.slots
         ]
 
-    def verify(self, tokens: int) -> None:
+    def verify(self, tokens: int) -> float | None:
         """Decide on a tree of that many tokens for each request, check it and walk it, as a step does.
 
-        Where the device does that without the host, some steps are taken one behind the other.
+        Where the device does that without the host, these are the milliseconds of a whole step among others.
         """
         if self.is_joint(tokens):
-            self._take_steps(tokens, self.joint_size)
-            return
+            return self._take_steps(tokens, self.joint_size)
         if self.is_alone(tokens):
-            self._decode_plainly()
-            return
+            return self._decode_plainly()
         trees = list(zip(self.slots, self._select(tokens), strict=True))
         result = self.runner.verify(trees, self.tap_layers)
         best = result.best_ids()
         for (slot, tree), start in zip(trees, result.row_starts, strict=True):
             accept(tree, best[start : start + len(tree)])
             self.runner.cache.keep(slot, [])
+        return None
 
     def is_joint(self, tokens: int) -> bool:
         return self.joint is not None and tokens > 1 and self.joint.can_run(len(self.slots), self.joint_size, tokens)
@@ -197,37 +206,42 @@ class _Bench:
         is_plain = tokens == 1 and self.plain is not None and self.plain.can_run(len(self.slots))
         return is_plain or self.is_joint(tokens)
 
-    def _decode_plainly(self) -> None:
+    def _decode_plainly(self) -> float:
         assert self.plain is not None
+        landings = []
         anchor_id, words = self._tokens(1)[0], SamplingParams().words
         requests = [PlainRequest(slot, anchor_id, self.context, words) for slot in self.slots]
         flight: PlainFlight | None = None
         for index in range(BURST):
             flight = flight or self.plain.start(requests)
             following = self.plain.follow(flight, len(requests)) if index < BURST - 1 else None
-            self.plain.land(flight, [True] * len(requests))
+            landings.append(self.plain.land(flight, [True] * len(requests)).landed)
             flight = following
         for slot in self.slots:
             self.runner.cache.rewind(slot, self.context)
+        return _pace(landings)
 
-    def _take_steps(self, tokens: int, draft_size: int) -> list[float]:
-        """As an engine does: each begun before the step before it has landed. The seconds of their drafts."""
+    def _take_steps(self, tokens: int, draft_size: int) -> float:
+        """As an engine does: each begun before the step before it has landed."""
         assert self.joint is not None and self.drafter is not None
         limits = (tokens - 1, draft_size - 1)
         requests = [draft._replace(limits=limits) for draft in self._requests(draft_size)]
-        flight, seconds = None, []
+        flight, landings = None, []
         for index in range(BURST):
             positions = [self.runner.cache.lengths[slot] for slot in self.slots]
             if flight is None:
                 placed = [one._replace(position=position) for one, position in zip(requests, positions, strict=True)]
                 flight = self.joint.start(placed, AS_SCORED)
             following = self.joint.follow(flight, AS_SCORED, positions) if index < BURST - 1 else None
-            seconds.append(self.joint.land(flight, [True] * len(requests)).draft_seconds)
+            joined = self.joint.land(flight, [True] * len(requests))
+            landings.append(joined.landed)
+            if draft_size == self.joint_size and index:
+                self._draft_seconds.append(joined.draft_seconds)
             flight = following
         for slot in self.slots:
             self.runner.cache.rewind(slot, self.context)
             self.joint.drafter.cache.rewind(slot, self.context)
-        return seconds
+        return _pace(landings)
 
     def _select(self, tokens: int) -> list[DraftTree]:
         """Trees of adaptive pilots to whom that many tokens are free and more are not; anchors of plain decoding."""
@@ -327,6 +341,11 @@ def _time_rounds(passes: Passes, num_rounds: int, budget_seconds: float) -> dict
             if time.perf_counter() < deadline:
                 times[name].append(_time(passes[name]))
     return {name: values[1:] or values for name, values in times.items()}
+
+
+def _pace(landings: Sequence[float]) -> float:
+    """Milliseconds from one to the next. The first has waited for its launch, too."""
+    return 1e3 * float(np.median(np.diff(landings)))
 
 
 def _time(run: Callable[[], float | None]) -> float:

@@ -1,8 +1,8 @@
 """The one generation that replay needs: through the engine, or in bulk where that is faster and sampling plays no part.
 
-Decoding is lossless, so plain decoding writes what every pilot would. On a GPU the engine is fast with many slots; with
-few, or where it runs unfused, the bulk generator of training writes hundreds of answers in lockstep. That one draws no
-noise of ours, so sampled answers always pass through the engine.
+Decoding is lossless, so plain decoding writes what every pilot would. On a GPU at temperature 0 the bulk generator of
+training writes hundreds of answers in lockstep. It draws no noise of ours, so sampled answers always pass through the
+engine.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,6 @@ from blockpilot.replay.config import CollectConfig, ReplayRequest
 from blockpilot.training.bulk_generation import BulkGenerator, Row
 
 BULK_ROWS = 256
-MIN_SLOTS = 16  # with which a fused engine is faster
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class Answers(Protocol):
 
 
 def choose_answers(llm: LLM, requests: Sequence[ReplayRequest], config: CollectConfig) -> Answers:
-    is_slow = llm.engine.plain is None or llm.config.num_slots < MIN_SLOTS
-    if llm.device_type == "cuda" and config.temperature == 0 and is_slow:
+    if llm.device_type == "cuda" and config.temperature == 0:
         return BulkAnswers(llm, requests, config)
     return EngineAnswers(llm, config)
 

@@ -47,6 +47,38 @@ def test_every_engine_answers_every_prompt_and_a_missing_one_is_named(
     assert "is not empty: choose another --out" in capsys.readouterr().err
 
 
+def test_gpu_peers_keep_one_static_cache_a_failing_one_is_skipped_and_time_runs_out(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> peers.Reply:
+        raise RuntimeError("no compiler")
+
+    build = peers.Peers.build
+
+    def build_one_that_fails(self: peers.Peers, name: str) -> peers.Contestant:
+        contestant = build(self, name)
+        if name == "transformers-compile":
+            monkeypatch.setattr(contestant, "answer", fail)
+        return contestant
+
+    monkeypatch.setattr(peers.Peers, "build", build_one_that_fails)
+    out = tmp_path / "out"
+    chosen = ["--peers", "transformers-static,transformers-compile,dflash", "--num-prompts", "2"]
+    assert peers.main([*pair, *chosen, "--out", str(out)]) == 0
+    assert "skipped transformers-compile: RuntimeError: no compiler" in capsys.readouterr().err
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["method"] for row in rows] == ["ar", "best-fixed", "auto", "transformers-static"]
+    assert all(row["num_prompts"] == 2 and row["equal_share"] == 1.0 for row in rows)
+    manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["skipped"].keys() == {"transformers-compile", "dflash"} and manifest["is_complete"]
+    short = tmp_path / "short"
+    assert peers.main([*pair, "--peers", "transformers-static", "--seconds", "0", "--out", str(short)]) == 0
+    assert "out of time after 1 of 2 rounds" in capsys.readouterr().err
+    rows = [json.loads(line) for line in (short / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert all(row["num_prompts"] == 1 for row in rows)
+    assert not json.loads((short / "manifest.json").read_text(encoding="utf-8"))["is_complete"]
+
+
 def test_rows_hold_ratio_share_of_equal_texts_and_the_first_difference() -> None:
     def answers(task: str) -> list:
         own = {"ar": (2.0, [4]), "other": (1.0, [4])}

@@ -17,7 +17,6 @@ from blockpilot.replay.simulate import simulate
 from blockpilot.replay.trace_files import MANIFEST, TraceSet, shard_path, write_shard
 from blockpilot.replay.traces import ABSENT, Trace
 from tests.tiny import EOS_ID, make_dflash, make_eagle3, make_llm
-from tests.unit.engine.test_planned import make_planned
 from tests.unit.replay.pieces import (
     PROMPTS,
     SIZES,
@@ -218,9 +217,6 @@ def test_bulk_answers_are_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {answer.finish_reason for answer in expected} == {"stop", "length"}
     assert all((answer.token_ids[-1] == EOS_ID) == (answer.finish_reason == "stop") for answer in expected)
     assert isinstance(answers.choose_answers(llm, requests, make_config(temperature=1.0)), EngineAnswers)
-    planned = make_planned(monkeypatch, "qwen3", num_slots=answers.MIN_SLOTS)
-    monkeypatch.setattr(planned, "device_type", "cuda")
-    assert isinstance(answers.choose_answers(planned, requests, config), EngineAnswers)  # fused, with enough slots
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from blockpilot.models.gpu_kernels.sublayers import add_norm, gate
 from blockpilot.models.kernels_reference import Parts
 
 MAX_PARTS = 12
+MAX_ADDED = 2  # parts that a product of few tokens adds up itself
 MAX_NARROW = 2048  # inner size that one warp takes whole
 MAX_TILE = 64  # tokens of one program; beyond it the library multiplies, except by small weights
 MIN_DEEP, MIN_LONG = 1024, 8192  # inner sizes that are read in longer pieces, and that keep a processor busy alone
@@ -228,6 +229,12 @@ def are_few(x: Tensor, weight: Tensor) -> bool:
     return len(x) <= (2 if x.shape[1] <= MAX_NARROW else 1) and is_ours(x, weight)
 
 
+def can_norm(x: Tensor, delta: Parts | None, weight: Tensor) -> bool:
+    """Whether the product adds and norms by itself. Every program does, so there must not be much to add up: routed
+    experts leave a part each."""
+    return are_few(x, weight) and (delta is None or delta.num_parts <= MAX_ADDED)
+
+
 def linear(
     x: Tensor, weight: Tensor, num_processors: int, plan: LinearPlan | None = None, *, out: Tensor | None = None
 ) -> Parts:
@@ -270,7 +277,7 @@ def norm_linear(
     x: Tensor, delta: Parts | None, norm: Tensor, eps: float, weight: Tensor, num_processors: int
 ) -> tuple[Tensor, Parts]:
     """x + delta, and the product of its RMSNorm."""
-    if not are_few(x, weight):
+    if not can_norm(x, delta, weight):
         total, normed = add_norm(x, delta, norm, eps)
         return total, linear(normed, weight, num_processors)
     out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
@@ -281,7 +288,7 @@ def norm_gated_linear(
     x: Tensor, delta: Parts | None, norm: Tensor, eps: float, weight: Tensor, num_processors: int
 ) -> tuple[Tensor, Tensor]:
     """x + delta, and the gated product of its RMSNorm."""
-    if not are_few(x, weight):
+    if not can_norm(x, delta, weight):
         total, normed = add_norm(x, delta, norm, eps)
         return total, gated_linear(normed, weight, num_processors)
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)

@@ -117,8 +117,9 @@ def test_the_same_chain_is_likeliest(candidates, max_nodes) -> None:
     st.tuples(st.floats(1, MAX_AVERAGE), st.floats(0, 16), st.floats(1, 20), st.booleans()),
     st.integers(1, 3),
     st.integers(2, 100),
+    st.floats(0.3, 1.5),
 )
-def test_the_same_draft_size_is_chosen(seed, is_fitted, is_chain, remembered, count, num_remaining) -> None:
+def test_the_same_draft_size_is_chosen(seed, is_fitted, is_chain, remembered, count, num_remaining, scale) -> None:
     random = np.random.default_rng(seed)
     weights = (random.normal(size=(3, 3, 63, 5)) * [0.5, 0.2, 0.2, 0.2, 0.5]).astype(np.float32)
     forecast = Forecast((4, 8, 16), is_chain, weights=weights if is_fitted else None)
@@ -127,9 +128,9 @@ def test_the_same_draft_size_is_chosen(seed, is_fitted, is_chain, remembered, co
     best, rate = forecast.best_size(*given)
     with without_numba():
         assert (best, pytest.approx(rate, rel=1e-9)) == forecast.best_size(*given)
-    together = forecast.best_check(*given[:-1])
+    together = forecast.best_check(*given[:-1], scale)
     with without_numba():
-        expected = forecast.best_check(*given[:-1])
+        expected = forecast.best_check(*given[:-1], scale)
         assert (*expected[:2], pytest.approx(expected[2], rel=1e-9)) == together
 
 

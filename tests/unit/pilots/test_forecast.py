@@ -86,3 +86,17 @@ def test_curves_add_up_the_probabilities_of_nodes() -> None:
     found = Forecast((4, 8), num_nodes=7, weights=weights).expected(recent)
     np.testing.assert_allclose(found[..., 1:], 1 + probabilities.cumsum(axis=-1), rtol=1e-12)
     assert (found[..., 0] == 1).all()
+
+
+def test_forecasts_are_worth_what_they_have_brought() -> None:
+    good, poor, alone = Recent(), Recent(), Recent()
+    assert good.scale == 1
+    for _ in range(100):
+        good.record_steps([(4, 6, 3.0)] * 4, 1 / 4, foretold=3.0)
+        poor.record_steps([(2, 6, 3.0)] * 4, 1 / 4, foretold=3.0)
+        alone.record_steps([(2, 6, 3.0)])
+    assert good.scale == pytest.approx(1, abs=0.02) and poor.scale == pytest.approx(1 / 3, abs=0.05)
+    assert poor.trust == pytest.approx(alone.trust, abs=0.05)  # what drafts promised themselves is another thing
+    forecast, step_ms = Forecast((4, 8, 16)), 1 + np.full((3, 64), 0.02).cumsum(axis=-1)
+    taken = [forecast.best_check(Recent(average=4.0), step_ms, 3, scale) for scale in (1.0, 0.6, 0.3)]
+    assert taken[0][1] > taken[1][1] > taken[2][1] and taken[0][2] > taken[1][2] > taken[2][2]

@@ -112,6 +112,23 @@ def test_requests_of_a_padded_batch_take_one_size_and_learn_from_each_other() ->
     assert sum(checked[1][20:]) < sum(checked[12][20:]) / 2
 
 
+def test_a_batch_reviews_its_first_decision_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was made before anything was known; later ones hold for some rounds."""
+    first, asked = StepPilot(Calibration.identity(), PADDED), [0]
+    best_check = Forecast.best_check
+
+    def note(self: Forecast, *given: object) -> tuple[int, int, float]:
+        asked[-1] += 1
+        return best_check(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Forecast, "best_check", note)
+    pilots = [first.start(None) for _ in range(3)]
+    for _ in range(2 + REVIEW):
+        round_of(pilots, [3] * 3, [0.9] * 3)
+        asked.append(0)
+    assert asked[:-1] == [1, 1, *[0] * (REVIEW - 1), 1]
+
+
 def test_without_padding_each_request_of_a_batch_decides_alone() -> None:
     first = StepPilot(Calibration.identity(), StepCosts.linear(draft=0.2, slope=0.03))
     _, counts = round_of([first.start(None) for _ in range(3)], [0, 0, 0], [0.95, 0.5, 0.05])

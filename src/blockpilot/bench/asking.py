@@ -64,7 +64,7 @@ class Asker:
     ) -> None:
         """Kernels are compiled, shapes prepared and step costs measured at first use; see `LLM.prepare`."""
         llm = self.engines.of(method)
-        llm.prepare(len(prompts), report)
+        llm.prepare(len(prompts), report, pilot=method.pilot)
         params = SamplingParams(max_new_tokens=WARM_UP_TOKENS, temperature=self.config.temperature)
         llm.generate([encode_turn(llm.tokenizer, prompt, []) for prompt in prompts], params, pilot=method.pilot)
 

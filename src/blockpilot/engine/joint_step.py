@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.cache.pass_plan import REQUESTS, round_up
+from blockpilot.cache.pass_plan import COUNTS, REQUESTS, round_up
 from blockpilot.core.candidates import FloatArray
 from blockpilot.decoding.drafter import Drafter, DraftRequest
-from blockpilot.decoding.planned_dflash import DraftPass, PlannedDFlashDrafter
+from blockpilot.decoding.planned_dflash import BLOCKS, DraftPass, PlannedDFlashDrafter
 from blockpilot.engine.planned_runner import CheckPass, PlannedRunner
 from blockpilot.engine.runner import TargetRunner
 from blockpilot.models.gpu import Stopwatch, capture, graph_pool
 from blockpilot.models.trees_reference import MAX_WIDTH, REPORT, Blocks
-from blockpilot.pilots.base import Ahead
+from blockpilot.pilots.base import Ahead, Habits
 
 Weights = tuple[FloatArray, FloatArray]
 ACCEPTED = 3  # among the marks of a step
@@ -116,6 +116,17 @@ class JointStep:
         """Record what follows the drafts that are recorded by now; `taps` is the target's buffer."""
         for draft in self.drafter.passes:
             self._find_tail(draft, taps)
+
+    def record(self, habits: Habits) -> None:
+        """All steps that a pilot may choose between, out of the passes that are recorded by now."""
+        counts = {round_up(size, BLOCKS) for size in habits.draft_sizes}
+        checks = self.runner.recorded(self.drafter.tap_layers)
+        for draft in [draft for draft in self.drafter.passes if draft.plan.count in counts]:
+            most = round_up(draft.plan.count, COUNTS) if habits.ahead.is_chain else COUNTS[-1]
+            shape = draft.plan.num_requests, draft.plan.inputs.context
+            for check in checks:
+                if (check.plan.num_requests, check.plan.inputs.context) == shape and 1 < check.plan.count <= most:
+                    self._find_growth(self._find_course(draft, check), habits.ahead)
 
     def can_run(self, num_requests: int, block_size: int, num_tokens: int) -> bool:
         return self.drafter.can_plan(num_requests, block_size) and self.runner.can_plan(num_requests, num_tokens)

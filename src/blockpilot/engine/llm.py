@@ -89,11 +89,18 @@ class LLM:
             self._costs = ensure_costs(self)
         return self._costs
 
-    def prepare(self, batch_size: int = 1, report: Callable[[int], None] = lambda num_requests: None) -> None:
+    def prepare(
+        self,
+        batch_size: int = 1,
+        report: Callable[[int], None] = lambda num_requests: None,
+        *,
+        pilot: str | Pilot | None = None,
+    ) -> None:
         """Record a GPU's passes for steps of up to that many requests now, not when they first occur; else no work.
 
         As requests end, the batch shrinks: smaller ones are recorded too. `report` is told which come next: where
-        kernels have to be compiled, large batches take a minute or more.
+        kernels have to be compiled, large batches take a minute or more. With `pilot`, all steps that it may choose
+        between are recorded, too.
         """
         self.engine.settle()
         drafter = self.drafter
@@ -107,6 +114,10 @@ class LLM:
                     self.engine.joint.prepare(taps)
             if self.engine.plain is not None:
                 self.engine.plain.prepare(size)
+        if pilot is not None and self.engine.joint is not None:
+            habits = self._resolve_pilot(pilot).habits
+            if habits is not None:
+                self.engine.joint.record(habits)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a collection of texts too; the first match wins

@@ -148,6 +148,10 @@ class PlannedRunner(TargetRunner):
         shape = round_up(num_requests, REQUESTS), round_up(num_tokens, COUNTS)
         return [self._pass(*shape, context, tuple(tap_layers)) for context in context_classes(self.cache.capacity)]
 
+    def recorded(self, tap_layers: Collection[int]) -> list[CheckPass]:
+        """Passes that read these layers."""
+        return [check for key, check in self._passes.items() if key[-1] == tuple(tap_layers)]
+
     def keep(self, paths: Collection[tuple[int, Collection[int]]]) -> None:
         moved = [(slot, path) for slot, path in paths if not is_contiguous(path)]
         if moved:

@@ -51,6 +51,13 @@ class Ahead(NamedTuple):
     weights: tuple[FloatArray, FloatArray] | None = None  # calibrations of requests that are greedy, and that sample
 
 
+class Habits(NamedTuple):
+    """What steps may be like that are said ahead."""
+
+    draft_sizes: Sequence[int]
+    ahead: Ahead  # however many nodes
+
+
 class Outcome(NamedTuple):
     """What became of nodes that were taken so."""
 
@@ -102,6 +109,11 @@ class Pilot(ABC):
 
     def ahead(self, inputs: PilotInputs) -> Ahead | None:
         """After `choose`, what `select` will do, for all of this pilot's team; None: it must see the draft."""
+        return None
+
+    @property
+    def habits(self) -> Habits | None:
+        """Of a pilot that changes its mind between steps: an engine may get ready for all of them."""
         return None
 
     def learn(self, team: Sequence[Outcome]) -> None:

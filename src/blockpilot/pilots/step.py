@@ -18,7 +18,7 @@ from blockpilot.core.candidates import Candidates, CandidateStack, shared_stack
 from blockpilot.core.errors import InputError
 from blockpilot.core.tree import DraftTree
 from blockpilot.pilots import switch
-from blockpilot.pilots.base import Ahead, Asked, Drafted, Nodes, Outcome, Pilot, PilotInputs, PrefillState
+from blockpilot.pilots.base import Ahead, Asked, Drafted, Habits, Nodes, Outcome, Pilot, PilotInputs, PrefillState
 from blockpilot.pilots.batch import in_groups
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts, Values
@@ -123,6 +123,10 @@ class StepPilot(Pilot):
         if not self._is_padded:
             return None
         return Ahead(self._decided_nodes(inputs), self.is_chain, self._weights)
+
+    @property
+    def habits(self) -> Habits | None:
+        return Habits(self.draft_sizes, Ahead(0, self.is_chain, self._weights)) if self._is_padded else None
 
     @property
     def learns(self) -> bool:

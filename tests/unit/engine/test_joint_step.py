@@ -289,6 +289,20 @@ def test_a_pilot_that_does_not_draft_decodes_plainly_and_probes(
     assert len(sizes[0]) == len(sizes[1]) >= 2 and sizes[0][-1] == pytest.approx(sizes[1][-1], abs=6)
 
 
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_all_steps_of_a_pilot_can_be_recorded_ahead(runs: Runs, is_chain: bool) -> None:
+    llm = build(costs=PADDED)
+    pilot = StepPilot(Calibration.identity(), PADDED, is_chain=is_chain, draft_sizes=(4, 8))
+    llm.prepare(4, pilot="fixed:4")  # one that has no habits
+    joint = llm.engine.joint
+    assert joint is not None and not joint._courses
+    llm.prepare(4, pilot=pilot)
+    recorded = {key: len(course.turns[0].grow) for key, course in joint._courses.items()}
+    params = [SamplingParams(max_new_tokens=10 * index + 9, ignore_eos=True) for index in range(4)]
+    llm.generate(PROMPTS, params, pilot=[pilot] * 4, is_raw=True)
+    assert {key: len(course.turns[0].grow) for key, course in joint._courses.items()} == recorded and runs
+
+
 def test_a_pilot_that_decides_otherwise_is_waited_for(runs: Runs) -> None:
     llm = build()
     cache, joint = llm.engine.runner.cache, llm.engine.joint

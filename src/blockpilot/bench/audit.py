@@ -85,6 +85,7 @@ def _examine(ours: Answer, reference: Sequence[Answer], place: Place, llm: LLM, 
 @torch.inference_mode()
 def _scores(llm: LLM, token_ids: list[int], params: SamplingParams) -> torch.Tensor:
     """What the next token is the argmax of [V]."""
+    llm.engine.settle()
     runner = llm.engine.runner
     slot = runner.cache.reserve()
     try:

@@ -109,6 +109,7 @@ class Engine:
                 self._since = None
             touched += in_pass
             in_pass = [sequence for sequence in self.scheduler.decoding if sequence.is_active]
+            self._chosen = self._chosen if in_pass else NOTHING
             if in_pass and not self._flights:
                 flight = begin(
                     in_pass,
@@ -127,6 +128,7 @@ class Engine:
                 following, self._chosen = follow(self._flights[0], self.drafter, self.joint, self.plain)
                 self._flights += [] if following is None else [following]
         except BaseException:
+            self._landed += touched  # what has ended is told by the next call
             self._drop(in_pass)
             raise
         self._tell(touched)
@@ -134,7 +136,7 @@ class Engine:
 
     def _sort_out(self) -> list[Sequence]:
         """Requests that have landed since: those that have ended leave, and the others' text can wait."""
-        landed, self._landed = self._landed, []
+        landed, self._landed = list(dict.fromkeys(self._landed)), []
         self._tell([sequence for sequence in landed if sequence.finish_reason])
         return [sequence for sequence in landed if sequence.slot >= 0]
 
@@ -160,7 +162,7 @@ class Engine:
 
     def _drop(self, sequences: Iterable[Sequence]) -> None:
         """Requests of a pass that failed. What it had begun must be over before anybody uses their slots."""
-        flights, self._flights = self._flights, []
+        flights, self._flights, self._chosen = self._flights, [], NOTHING
         try:
             wait_for(self.runner.device)
         finally:

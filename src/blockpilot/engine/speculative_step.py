@@ -77,7 +77,7 @@ def begin(
     started = time.perf_counter()
     inputs = _inputs(sequences, drafter)
     sizes = [chosen.get(one, 0) if given.num_remaining > 1 else 1 for one, given in zip(sequences, inputs, strict=True)]
-    if 0 in sizes:
+    if 0 in sizes or len(sequences) == 1 < len(chosen):  # what a batch has chosen is not for one that is left alone
         sizes = _choose(sequences, inputs)
     choice_seconds = time.perf_counter() - started
     work: Carried | JointFlight | PlainFlight | None = None
@@ -128,10 +128,10 @@ def follow(
 def land(flight: Flight, joint: JointStep | None, plain: PlainStep | None) -> tuple[list[Sequence], float]:
     """Answers grow, but for their text (`Sequence.write`); which, and when the step was over.
 
-    Requests that have left meanwhile get nothing.
+    Requests that have ended or left meanwhile get nothing.
     """
     sequences, carried, landed = flight.sequences, flight.work, time.perf_counter()
-    is_wanted = [sequence.slot >= 0 for sequence in sequences]
+    is_wanted = [sequence.is_active for sequence in sequences]
     if isinstance(carried, JointFlight):
         assert joint is not None
         joined = joint.land(carried, is_wanted)

@@ -39,6 +39,7 @@ NUM_POSITIONS = 15
 NUM_OBSERVED = 3  # tokens a drafted step keeps, for the overhead
 MAX_TOKENS = 64  # of one request in a check that is timed
 BURST = 8  # steps that are taken together where each is begun before the one before is over
+JOINT_SIZES = (NUM_POSITIONS + 1, 8, 4)
 DRAFTED = 4  # tokens of the checks behind drafts that are timed inside of steps
 GPU_TOTALS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
 AS_SCORED = Ahead(0, weights=(Calibration.identity().plain_weights,) * 2)
@@ -97,7 +98,7 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
             num_rounds = min([num_rounds, *map(len, times.values())])
             if batch_size not in overheads:
                 overheads[batch_size] = float(np.median([bench.overhead() for _ in range(3)]))
-            first = 0.0 if bench.joint_size else next(iter(overheads.values()))
+            first = 0.0 if llm.engine.joint else next(iter(overheads.values()))
             more = max(overheads[batch_size] - first, 0.0)  # a larger batch has more to keep and to show the drafter
             draft_ms = bench.draft_ms()
             usual = float(np.median(times.get(("draft", bench.joint_size), [0.0])))
@@ -109,7 +110,9 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
                 elif kind == "verify":
                     checks.append(_point([value + more for value in values], tokens, batch_size, context))
                 elif is_first:
-                    rest = usual - draft_ms if bench.drafts_alone(tokens) else 0.0  # of steps that are all alike
+                    rest = (
+                        usual - draft_ms if bench.joint_size and bench.drafts_alone(tokens) else 0.0
+                    )  # of alike steps
                     values = [max(value - rest, 0.0) for value in values]
                     drafts.append(_point(values, tokens, batch_size, context))
     report("draft and check times", len(places), len(places))
@@ -127,7 +130,10 @@ class _Bench:
         self.vocab_size = self.runner.decoder.config.vocab_size
         self.random = random.Random(0)
         self.joint, self.plain = llm.engine.joint, llm.engine.plain
-        self.joint_size = min(NUM_POSITIONS + 1, self.drafter.max_block_size) if self.joint and self.drafter else 0
+        self.joint_size = 0  # the largest usual draft that the device takes inside of steps; 0: none
+        if self.joint is not None and self.drafter is not None:
+            sizes = [min(size, self.drafter.max_block_size) for size in JOINT_SIZES]
+            self.joint_size = next((size for size in sizes if self.drafts_alone(size)), 0)
         self._draft_seconds: list[float] = []  # of drafts of `joint_size` inside of steps, by the device's clock
         self.candidates = stack_candidates([_make_candidates(self.vocab_size)] * len(slots))
         self.pilots: dict[int, list[StepPilot]] = {}  # by tokens per request
@@ -199,7 +205,9 @@ class _Bench:
         return None
 
     def is_joint(self, tokens: int) -> bool:
-        return self.joint is not None and tokens > 1 and self.joint.can_run(len(self.slots), self.joint_size, tokens)
+        if self.joint is None or not self.joint_size:
+            return False
+        return tokens > 1 and self.joint.can_run(len(self.slots), self.joint_size, tokens)
 
     def is_alone(self, tokens: int) -> bool:
         """Whether the device takes steps of so many tokens without the host."""

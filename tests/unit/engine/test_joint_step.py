@@ -356,6 +356,62 @@ def test_news_of_a_finished_request_outlive_a_failure(monkeypatch: pytest.Monkey
     assert "".join(update.new_text for update in [shown[0], *rest]) == alone.text
 
 
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("pilot", ["ar", "fixed:4", "tree:15"])
+def test_an_answer_does_not_grow_behind_its_end(pilot: str) -> None:
+    """Where all steps on their way land at once, the second brings nothing to a request that the first has ended."""
+    llm = build()
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    full = llm.generate(PROMPTS[1], params, pilot="ar", is_raw=True)
+    for place in range(3, 13):
+        stopped = replace(params, stop_token_ids=(full.token_ids[place],))
+        expected = llm.generate(PROMPTS[1], stopped, pilot="ar", is_raw=True)
+        llm.engine.add_request(llm.tokenizer.encode(PROMPTS[1]), stopped, load_pilot(pilot))
+        news = []
+        while llm.engine.has_work:
+            news += llm.engine.step()
+            llm.engine.settle()
+        assert [update.completion for update in news].count(None) == len(news) - 1
+        last = news[-1].completion
+        assert last is not None and (last.token_ids, last.text) == (expected.token_ids, expected.text)
+
+
+def test_a_request_that_its_prompt_ends_is_told_even_if_decoding_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = build()
+    engine, params = llm.engine, SamplingParams(max_new_tokens=24, ignore_eos=True)
+    engine.add_request(llm.tokenizer.encode(PROMPTS[0]), params, load_pilot("fixed:4"))
+    engine.step()
+    short = engine.add_request(
+        llm.tokenizer.encode(PROMPTS[2]), SamplingParams(max_new_tokens=1), load_pilot("fixed:4")
+    )
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="lost"):
+        patch.setattr(JointStep, "start", lambda *given: (_ for _ in ()).throw(RuntimeError("lost")))
+        engine.step()
+    news = engine.step()
+    assert [(update.request_id, update.completion is not None) for update in news] == [(short, True)]
+    assert not engine.has_work and engine.runner.cache.num_free == 4
+
+
+def test_what_a_batch_has_chosen_is_not_for_one_that_is_left_alone() -> None:
+    llm = build(costs=PADDED)
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    plain = llm.generate([PROMPTS[3], PROMPTS[0]], params, pilot="ar", is_raw=True)
+    for place in range(1, 20):
+        pilot = StepPilot(Calibration.identity(), PADDED)
+        both = [replace(params, stop_token_ids=(plain[0].token_ids[place],)), params]
+        found = llm.generate([PROMPTS[3], PROMPTS[0]], both, pilot=[pilot] * 2, is_raw=True)
+        assert found[1].token_ids == plain[1].token_ids
+        assert all(step.block_size == 1 or step.verify_size > 1 for step in found[1].steps)  # no draft in vain
+
+
+def test_drafts_of_large_batches_cost_something() -> None:
+    """Where blocks of 16 are too many rows for one pass, shorter ones are timed inside of steps."""
+    llm = build(num_slots=128)
+    plan = ProfilePlan(verify_totals=(128, 256, 512), draft_sizes=(4, 8, 16), batch_sizes=(128,), contexts=(20,))
+    costs = time_steps(llm, replace(plan, num_rounds=1), {})
+    assert costs.overhead_ms == 0 and all(point.ms > 0 for point in (*costs.draft, *costs.verify))
+
+
 def test_an_abort_of_a_request_that_has_ended_shows_all_its_text() -> None:
     llm = build()
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)

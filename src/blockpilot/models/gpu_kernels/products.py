@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, launch, sum_parts
+from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, has_large_memory, launch, sum_parts
 from blockpilot.models.gpu_kernels.sublayers import add_norm, gate
 from blockpilot.models.kernels_reference import Parts
 
@@ -157,9 +157,11 @@ class LinearPlan:
     ahead: int = 2  # cache lines of each row, behind the first tile, that are called for before the input is there
 
 
-def plan_linear(num_tokens: int, num_rows: int, size: int, num_processors: int) -> LinearPlan:
+def plan_linear(
+    num_tokens: int, num_rows: int, size: int, num_processors: int, *, has_memory: bool = False
+) -> LinearPlan:
     """Tiles measured on an H200: about two programs for every processor; few rows are split over the inner size."""
-    if size >= MIN_DEEP and num_rows * size > MAX_SMALL and num_tokens <= MAX_TILE:
+    if has_memory and size >= MIN_DEEP and num_rows * size > MAX_SMALL and num_tokens <= MAX_TILE:
         return _plan_large(num_tokens, num_rows, size, num_processors)
     programs = -(-num_rows // 64)
     depth = 128 if size >= MIN_DEEP else 64
@@ -247,7 +249,8 @@ def linear(
         out = torch.empty(num_tokens, num_rows, dtype=torch.float32, device=x.device) if out is None else out
         _multiply_tokens(x, weight, out)
         return Parts(out)
-    plan = plan or plan_linear(num_tokens, num_rows, size, num_processors)
+    has_memory = has_large_memory(x.device)
+    plan = plan or plan_linear(num_tokens, num_rows, size, num_processors, has_memory=has_memory)
     splits = plan.num_splits if out is None else 1
     chunk = triton.cdiv(triton.cdiv(size, splits), plan.depth) * plan.depth
     splits = triton.cdiv(size, chunk)

@@ -11,6 +11,7 @@ from blockpilot.report.tables import (
     Table,
     best_fixed_table,
     details_table,
+    overview_table,
     published_table,
     results_table,
     scores_table,
@@ -55,23 +56,31 @@ class Section:
 class Content:
     title: str
     lead: str
+    overview: Table | None  # of several runs
     sections: list[Section]
     published: Table
     published_note: str
 
 
 def build_content(runs: Sequence[Run]) -> Content:
-    sections = [_build_section(run, f"{place}-" if len(runs) > 1 else "") for place, run in enumerate(runs, start=1)]
-    return Content("BlockPilot benchmark", LEAD, sections, published_table(), PUBLISHED_NOTE)
+    has_many = len(runs) > 1
+    is_mixed = len({run.device for run in runs}) > 1
+    headings = [f"{run.title}, {run.device}" if is_mixed else run.title for run in runs]
+    sections = [
+        _build_section(run, heading, f"{place}-" if has_many else "")
+        for place, (run, heading) in enumerate(zip(runs, headings, strict=True), start=1)
+    ]
+    overview = overview_table(runs, headings) if has_many else None
+    return Content("BlockPilot benchmark", LEAD, overview, sections, published_table(), PUBLISHED_NOTE)
 
 
-def _build_section(run: Run, prefix: str) -> Section:
+def _build_section(run: Run, heading: str, prefix: str) -> Section:
     figures, left_out = _draw_figures(run, prefix)
     tables = [("Block sizes", best_fixed_table(run)), ("Right answers", scores_table(run))]
     tables.append(("All rows", details_table(run)))
     return Section(
         run=run,
-        heading=run.title,
+        heading=heading,
         setting=_describe_setting(run),
         results=results_table(run),
         reading="Best of each column in bold. τ is the mean of the answers' means.",
@@ -94,7 +103,7 @@ def _describe_setting(run: Run) -> str:
     times = f", each {repeats} times" if repeats > 1 else ""
     threads = f", {manifest['num_threads']} threads" if "num_threads" in manifest else ""
     return (
-        f"{manifest.get('device', 'unknown device')}{threads}, {manifest.get('dtype', 'unknown dtype')}; target "
+        f"{run.device}{threads}, {manifest.get('dtype', 'unknown dtype')}; target "
         f"{run.rows[0]['model']}, drafters {drafters}; {prompts} {arguments.get('split', 'test')} {word} per task, up "
         f"to {arguments.get('max_new_tokens', '?')} new tokens{times}."
     )

@@ -8,6 +8,8 @@ from blockpilot.report.tables import Cell, Table
 
 def write_markdown(content: Content) -> str:
     parts = [f"# {content.title}", content.lead]
+    if content.overview is not None:
+        parts += ["## All runs", _table(content.overview)]
     for section in content.sections:
         parts += _section(section)
     parts += ["## Published, other models", content.published_note, _table(content.published)]

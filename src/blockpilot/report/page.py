@@ -56,6 +56,8 @@ WIDE = 12  # columns; tables with more are set smaller
 
 def write_page(content: Content) -> str:
     body = [f"<h1>{escape(content.title)}</h1>", f"<p>{escape(content.lead)}</p>"]
+    if content.overview is not None:
+        body += ["<h2>All runs</h2>", _table(content.overview)]
     for section in content.sections:
         body += _section(section)
     body += ["<h2>Published, other models</h2>", f"<p>{escape(content.published_note)}</p>", _table(content.published)]

@@ -83,11 +83,15 @@ class Run:
         return dict(sorted(found.items()))
 
     @property
+    def device(self) -> str:
+        return str(self.manifest.get("device", "unknown device"))
+
+    @property
     def title(self) -> str:
         row = self.rows[0]
         heat = f"T = {row['temperature']:g}"
         many = self.manifest.get("arguments", {}).get("concurrency", 1)
-        return f"{row['model']}, {heat}" + (f", {many} at once" if many > 1 else "")
+        return f"{row['model']}, {heat}" + (f", {many} requests at once" if many > 1 else "")
 
 
 def task_title(task: str) -> str:

@@ -1,6 +1,6 @@
 """The tables of a report as plain cells, written out as Markdown or HTML elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from blockpilot.report.published import PUBLISHED
@@ -34,6 +34,34 @@ def results_table(run: Run) -> Table:
             cells += [_number(run, task, method, name, suffix) for name, suffix in (("speedup", "x"), ("tau_mean", ""))]
         rows.append(cells)
     return Table(groups, headings, rows)
+
+
+def overview_table(runs: Sequence[Run], headings: Sequence[str]) -> Table:
+    """A row for each run: the mean of its tasks, or the only one."""
+    columns = ["Run", "Prompts", "Plain, tokens/s", "Best fixed size", "Best method", "auto", "95 % interval"]
+    rows = []
+    for run, heading in zip(runs, headings, strict=True):
+        task = mean_or_only(run)
+        speeds = {method: value for method in run.methods if (value := run.value(task, method, "speedup")) is not None}
+        fixed = {method: speeds[method] for method in run.fixed_sizes.values() if method in speeds}
+        plain, auto = run.value(task, "ar", "tokens_per_second"), speeds.get("auto")
+        cells = [
+            str(sum(row["num_prompts"] for row in run.of_method("ar"))),
+            EMPTY if plain is None else f"{plain:,.{0 if plain >= 100 else 1}f}",
+            _fastest(fixed),
+            _fastest(speeds),
+            EMPTY if auto is None else f"{auto:.2f}x",
+            format_interval(run.value(task, "auto", "speedup_ci")),
+        ]
+        rows.append([Cell(heading, is_label=True), *map(Cell, cells)])
+    return Table([], columns, rows)
+
+
+def _fastest(speeds: Mapping[str, float]) -> str:
+    if not speeds:
+        return EMPTY
+    name = max(speeds, key=lambda method: speeds[method])
+    return f"{name} {speeds[name]:.2f}x"
 
 
 def _number(run: Run, task: str, method: str, name: str, suffix: str) -> Cell:

@@ -105,6 +105,10 @@ def test_several_runs_make_several_sections(tmp_path: Path) -> None:
     files = build_report([write_run(tmp_path / "a"), write_run(tmp_path / "b", hot)], tmp_path / "out")
     page = files.html.read_text(encoding="utf-8")
     assert "<h2>tiny, T = 0</h2>" in page and "<h2>tiny, T = 0.7</h2>" in page
+    assert page.index("<h2>All runs</h2>") < page.index("<h2>tiny, T = 0</h2>")
+    text = files.markdown.read_text(encoding="utf-8")
+    assert "| Run | Prompts | Plain, tokens/s | Best fixed size | Best method | auto | 95 % interval |" in text
+    assert re.search(r"\| tiny, T = 0.7 \| \d+ \| [\d.,]+ \| dflash:\d+ [\d.]+x \| \S+ 1.75x \| 1.75x \|", text)
     assert {path.stem for path in files.figures} == {f"{run}-{name}" for run in (1, 2) for name in FIGURES}
 
 

@@ -59,6 +59,13 @@ class LateDevice:
         monkeypatch.setattr(Stopwatch, "wait", lambda watch, index: self.wait(watch, index))
 
 
+class Runs(list[int]):
+    """How many requests each step had."""
+
+    def __init__(self) -> None:
+        self.ahead: list[bool] = []  # whether it was begun before the one before had landed
+
+
 @pytest.fixture(params=["at once", "late"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LateDevice | None:
     """The two extremes; None is the one that is always through."""

@@ -20,7 +20,7 @@ from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.step import StepPilot
 from tests.tiny import make_dflash, make_llm
-from tests.unit.engine.late_device import device  # noqa: F401
+from tests.unit.engine.late_device import Runs, device  # noqa: F401
 from tests.unit.engine.test_planned import PROMPTS, make_planned
 
 PADDED = replace(StepCosts.linear(draft=0.05, slope=0.01), padding=PlannedRunner.padding)
@@ -28,13 +28,6 @@ SAMPLING = {
     "greedy": SamplingParams(max_new_tokens=30),
     "T=0.7": SamplingParams(max_new_tokens=30, temperature=0.7, seed=3),
 }
-
-
-class Runs(list[int]):
-    """How many requests each joint step had."""
-
-    def __init__(self) -> None:
-        self.ahead: list[bool] = []  # whether it was begun before the one before had landed
 
 
 @pytest.fixture

@@ -16,19 +16,12 @@ from blockpilot.engine.plain_step import PlainFlight, PlainRequest, PlainStep
 from blockpilot.engine.planned_runner import PlannedRunner
 from blockpilot.models.gpu import Stopwatch
 from tests.tiny import make_dflash, make_llm
-from tests.unit.engine.late_device import device  # noqa: F401
+from tests.unit.engine.late_device import Runs, device  # noqa: F401
 from tests.unit.engine.test_planned import PROMPTS, make_planned
 
 GREEDY = SamplingParams(max_new_tokens=30)
 SAMPLED = SamplingParams(max_new_tokens=30, temperature=0.7, seed=3)
 NO_END = SamplingParams(max_new_tokens=24, ignore_eos=True)
-
-
-class Runs(list[int]):
-    """How many requests each plain step had."""
-
-    def __init__(self) -> None:
-        self.ahead: list[bool] = []  # whether it was begun before the one before had landed
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ def compare(arguments: argparse.Namespace) -> None:
         ONE_BY_ONE: partial(generate_each_size, settings=settings, together=1),
         TOGETHER: partial(generate_each_size, settings=settings, together=together),
     }
-    for anchors in arguments.anchors.split(","):
+    for anchors in arguments.anchors:
         ways[REPLAYS[anchors]] = partial(replay, settings=settings, anchors=anchors)
     llm.prepare(together)
     seconds: dict[str, float] = {}
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--slots", type=int, default=None)
-    parser.add_argument("--anchors", default="every,visited", help="which replays to time")
+    parser.add_argument("--anchors", nargs="+", choices=tuple(REPLAYS), default=list(REPLAYS), help="replays to time")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

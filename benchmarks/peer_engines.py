@@ -18,7 +18,6 @@ import torch
 
 from blockpilot import LLM, SamplingParams
 from blockpilot.bench.methods import Method
-from blockpilot.core.errors import InputError
 from blockpilot.models.export import export_drafter
 
 LOOKUP_TOKENS = 10  # the value that the documentation of transformers uses
@@ -88,8 +87,6 @@ class Peers:
             "llama.cpp": lambda: LlamaCpp(self.settings),
             "dflash": lambda: DFlashPackage(self.settings, self._model),
         }
-        if name not in kinds:
-            raise InputError(f"unknown peer {name!r}; known: {', '.join(kinds)}")
         return kinds[name]()
 
     def _transformers(self, name: str, options: dict[str, Any], *, is_static: bool = False) -> "Transformers":

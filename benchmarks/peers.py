@@ -58,6 +58,10 @@ def compare(arguments: argparse.Namespace, out: Path) -> list[Row]:
     deadline = time.perf_counter() + arguments.seconds
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty: choose another --out")
+    known = dict.fromkeys([*CPU_PEERS, *GPU_PEERS])
+    for name in [] if arguments.peers is None else arguments.peers.split(","):
+        if name not in known:
+            raise InputError(f"unknown peer {name!r}; known: {', '.join(known)}")
     setup = make_setup(arguments)
     site = LocalSite(setup)
     with show_counted("answers, choosing best-fixed") as report:

@@ -355,18 +355,20 @@ def time_peer(
         model = Qwen3ForCausalLM(given).to(torch.bfloat16).eval()
     floor = weight_bytes(decoder, with_embedding=config.is_tied) / rate * 1e3
     is_compiled = peer == "compiled"
-    forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True) if is_compiled else model.forward
+    forward = torch.compile(model.forward, mode="reduce-overhead", dynamic=False) if is_compiled else model.forward
     for count in tokens if not is_compiled else [1, 16]:
         cache = StaticCache(config=given, max_cache_len=1024) if is_compiled else DynamicCache(config=given)
         with torch.inference_mode():
             model(torch.ones(1, 512, dtype=torch.long, device=DEVICE), past_key_values=cache, use_cache=True)
             ids = torch.ones(1, count, dtype=torch.long, device=DEVICE)
-            places = torch.arange(512, 512 + count, device=DEVICE)
 
-            def run(ids=ids, places=places, cache=cache) -> None:  # type: ignore[no-untyped-def]
-                forward(ids, past_key_values=cache, cache_position=places, use_cache=True, logits_to_keep=0)
+            def run(ids=ids, cache=cache) -> None:  # type: ignore[no-untyped-def]
+                forward(ids, past_key_values=cache, use_cache=True)
                 if not is_compiled:
                     cache.crop(512)
+                elif cache.get_seq_length() + ids.shape[1] > 1024:  # its length is a tensor, and grows
+                    for layer in cache.layers:
+                        layer.cumulative_length.fill_(512)
 
             row = time_both(run, repeats)
         yield {

@@ -57,6 +57,8 @@ def random_masks(num_requests: int, count: int) -> Tensor:
         (8, 2, 128, 3, 16, 4, True, 2),
         (8, 2, 128, 2, 5, 1, False, 1),
         (8, 2, 128, 3, 3, 2, True, 1),
+        (8, 2, 128, 3, 40, 4, True, 2),
+        (32, 8, 128, 1, 64, 8, True, 1),
     ],
 )
 def test_attention(  # type: ignore[no-untyped-def]

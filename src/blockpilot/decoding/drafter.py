@@ -4,7 +4,7 @@ A drafter keeps its own state per slot. It is told of every token that entered t
 target's taps for those tokens), asked for candidates (`propose`), and told when a slot is given back (`forget`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,6 +24,17 @@ class Observation(NamedTuple):
 
     def own_taps(self) -> Tensor | None:
         return self.taps if self.taps is None or self.rows is None else self.taps[list(self.rows)]
+
+
+def cut(observations: Sequence[Observation], size: int) -> Iterator[list[Observation]]:
+    """Pieces of at most that many tokens of each, one behind the other; for those whose taps lie in `rows`."""
+    for start in range(0, max(len(one.token_ids) for one in observations), size):
+        place = slice(start, start + size)
+        yield [
+            one._replace(token_ids=one.token_ids[place], rows=one.rows and one.rows[place])
+            for one in observations
+            if len(one.token_ids) > start
+        ]
 
 
 def join_taps(observations: Sequence[Observation]) -> Tensor:

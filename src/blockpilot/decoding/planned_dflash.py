@@ -15,14 +15,14 @@ from blockpilot.cache.pass_plan import REQUESTS, PassPlan, Staging, context_clas
 from blockpilot.core.candidates import Candidates, CandidateStack
 from blockpilot.core.config import MAX_BLOCK_SIZE
 from blockpilot.decoding.dflash_drafter import DFlashDrafter, Ranking, make_candidates
-from blockpilot.decoding.drafter import DraftRequest, Observation
+from blockpilot.decoding.drafter import DraftRequest, Observation, cut
 from blockpilot.decoding.taps_buffer import TapsBuffer
 from blockpilot.models.dflash import CandidateSelector
 from blockpilot.models.fused import FusedDFlash
 from blockpilot.models.gpu import capture, graph_pool, wait_for
 from blockpilot.models.kernels_reference import Noise
 
-COUNTS = (2, 4, 8, 16, 32, MAX_BLOCK_SIZE)  # observed tokens, rounded up
+COUNTS = (2, 4, 8, 16, 32, MAX_BLOCK_SIZE)  # observed tokens, rounded up; a slot has room for that many more
 BLOCKS = (2, 4, 8, 12, 16, 20, 24, 32, 48, MAX_BLOCK_SIZE)  # block sizes, likewise
 MAX_ROWS = 1024
 MAX_CANDIDATES = 16
@@ -82,13 +82,20 @@ class PlannedDFlashDrafter(DFlashDrafter):
 
     def observe(self, observations: Sequence[Observation]) -> None:
         taps = observations[0].taps
-        count = round_up(max([len(observation.token_ids) for observation in observations]), COUNTS)
-        num_requests = round_up(len(observations), REQUESTS)
+        rounded = round_up(len(observations), REQUESTS)
+        most = max((count for count in COUNTS if rounded * count <= MAX_ROWS), default=0)
         is_one = all(observation.taps is taps and observation.rows is not None for observation in observations)
-        is_small = count <= COUNTS[-1] and num_requests * count <= MAX_ROWS
-        if taps is None or not is_one or not is_small or not self._buffer.is_known(taps):
+        if taps is None or not is_one or not most or not self._buffer.is_known(taps):
             super().observe(observations)
             return
+        for index, piece in enumerate(cut(observations, most)):
+            if index:
+                wait_for(self.device)  # what the piece before was told lies where this one's will
+            self._observe_piece(piece, taps)
+
+    def _observe_piece(self, observations: Sequence[Observation], taps: Tensor) -> None:
+        num_requests = round_up(len(observations), REQUESTS)
+        count = round_up(max([len(observation.token_ids) for observation in observations]), COUNTS)
         staging, run = self._view(taps, num_requests, count)
         starts = [self.cache.extend(observation.slot, len(observation.token_ids)) for observation in observations]
         slots = [observation.slot for observation in observations]

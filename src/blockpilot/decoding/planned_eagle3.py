@@ -16,14 +16,14 @@ from torch import Tensor
 
 from blockpilot.cache.pass_plan import REQUESTS, Staging, context_class, context_classes, round_up
 from blockpilot.core.candidates import Candidates
-from blockpilot.decoding.drafter import DraftRequest, Observation
+from blockpilot.decoding.drafter import DraftRequest, Observation, cut
 from blockpilot.decoding.eagle3_drafter import MAX_BLOCK_SIZE, Eagle3Drafter
 from blockpilot.decoding.taps_buffer import TapsBuffer
 from blockpilot.models.fused import FusedEagle3, PassInputs
 from blockpilot.models.gpu import capture, graph_pool, wait_for
 
 BLOCK_SIZES = (4, 6, 8)  # recorded ahead
-COUNTS = (2, 4, 8, MAX_BLOCK_SIZE)  # observed tokens, rounded up
+COUNTS = (2, 4, 8, MAX_BLOCK_SIZE)  # observed tokens, rounded up; a slot has room for that many more
 MAX_ROWS = 1024
 ALIGNMENT = 4  # numbers; kernels are compiled once more for inputs that begin elsewhere
 
@@ -123,17 +123,20 @@ class PlannedEagle3Drafter(Eagle3Drafter):
     @torch.inference_mode()
     def observe(self, observations: Sequence[Observation]) -> None:
         taps = observations[0].taps
-        count = round_up(max(len(observation.token_ids) for observation in observations), COUNTS)
-        num_requests = round_up(len(observations), REQUESTS)
-        is_small = count <= COUNTS[-1] and num_requests * count <= MAX_ROWS
-        if taps is None or not is_small or not self._can_view(observations, taps):
+        rounded = round_up(len(observations), REQUESTS)
+        most = max((count for count in COUNTS if rounded * count <= MAX_ROWS), default=0)
+        if taps is None or not most or not self._can_view(observations, taps):
             super().observe(observations)
             return
-        plan, run = self._view(taps, num_requests, count)
-        plan.write(observations, self.cache.lengths)
-        for observation in observations:
-            self.cache.extend(observation.slot, len(observation.token_ids))
-        run()
+        for index, piece in enumerate(cut(observations, most)):
+            if index:
+                wait_for(self.device)  # what the piece before was told lies where this one's will
+            count = round_up(max(len(observation.token_ids) for observation in piece), COUNTS)
+            plan, run = self._view(taps, round_up(len(piece), REQUESTS), count)
+            plan.write(piece, self.cache.lengths)
+            for observation in piece:
+                self.cache.extend(observation.slot, len(observation.token_ids))
+            run()
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Candidates]:

@@ -190,21 +190,21 @@ class Engine:
     def _prefill(self, chunks: list[tuple[Sequence, list[int]]]) -> None:
         started = time.perf_counter()
         tap_layers = self.drafter.tap_layers if self.drafter else ()
-        result = self.runner.prefill([(sequence.slot, chunk) for sequence, chunk in chunks], tap_layers)
-        observations, start = [], 0
+        drafting = {sequence.slot for sequence, _ in chunks if sequence.pilot.num_candidates}
+
+        def show(observations: list[Observation]) -> None:
+            shown = [observation for observation in observations if observation.slot in drafting]
+            if self.drafter and shown:
+                self.drafter.observe(shown)
+
+        prompts = [(sequence.slot, chunk) for sequence, chunk in chunks]
+        result = self.runner.prefill(prompts, tap_layers, [sequence.params for sequence, _ in chunks], show)
         for row, (sequence, chunk) in enumerate(chunks):
-            taps = None if result.taps is None else result.taps[start : start + len(chunk)]
-            start += len(chunk)
-            if sequence.pilot.num_candidates:
-                observations.append(Observation(sequence.slot, chunk, taps))
             sequence.num_prefilled += len(chunk)
             if sequence.is_prefilled:
-                first = choose_tokens(result.logits[row : row + 1], sequence.params, [len(sequence.prompt_ids)])
-                sequence.commit(first.tolist())
+                sequence.commit([_first_token(sequence, result, row)])
                 sequence.pilot = sequence.pilot.start(_prefill_state(sequence, result, row))
                 self.scheduler.start_decoding(sequence)
-        if self.drafter and observations:
-            self.drafter.observe(observations)
         seconds = time.perf_counter() - started
         for sequence, _ in chunks:
             sequence.prefill_seconds += seconds
@@ -238,6 +238,14 @@ class Engine:
         vocab_size = self.runner.decoder.config.vocab_size
         if not all(0 <= token_id < vocab_size for token_id in prompt_ids):
             raise InputError(f"the prompt holds token ids outside the vocabulary of {vocab_size}")
+
+
+def _first_token(sequence: Sequence, result: PassResult, row: int) -> int:
+    """The one that the pass has found, or that follows from its logits."""
+    if result.best is not None and not sequence.params.is_filtered:
+        return result.best[row]
+    logits = result.logits[row : row + 1]
+    return int(choose_tokens(logits, sequence.params, [len(sequence.prompt_ids)]))
 
 
 def _prefill_state(sequence: Sequence, result: PassResult, row: int) -> PrefillState | None:

@@ -25,7 +25,8 @@ from blockpilot.cache.slots import is_contiguous
 from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
-from blockpilot.engine.runner import PassResult, TargetRunner
+from blockpilot.decoding.drafter import Observation
+from blockpilot.engine.runner import PassResult, Show, TargetRunner, show_nobody
 from blockpilot.models.config import DecoderConfig
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.fused import FusedDecoder
@@ -34,7 +35,7 @@ from blockpilot.models.gpu import capture, check_memory, graph_pool, wait_for
 MAX_ROWS = 4096  # tokens of all requests in one planned pass
 MAX_LOGITS_BYTES = 5 << 28  # of all rows together: fewer rows for large vocabularies
 PATH_WIDTH = MAX_TREE_NODES + 1
-MAX_PIECES, MAX_PIECE_ROWS = 16, 1024  # of prompts; beyond them one unplanned pass is as fast
+MAX_PIECES = 16  # of prompts; beyond them one unplanned pass is as fast
 MAX_ROUTED_ROWS = 64  # the same where experts are routed: every program looks at all of them
 
 
@@ -81,30 +82,48 @@ class PlannedRunner(TargetRunner):
         self._move(rounded)
         return self._taps.get(tuple(tap_layers))
 
-    def prefill(self, chunks: Collection[tuple[int, list[int]]], tap_layers: Collection[int]) -> PassResult:
-        num_requests, longest = round_up(len(chunks), REQUESTS), max(len(ids) for _, ids in chunks)
-        most = min(self.max_rows, MAX_PIECE_ROWS) // num_requests
-        size = min(MAX_TREE_NODES, max((count for count in COUNTS if count <= most), default=0))
-        if longest > size * min(MAX_PIECES, MAX_ROWS // max(1, num_requests * size)):
-            return super().prefill(chunks, tap_layers)
-        taps: list[list[Tensor]] = [[] for _ in chunks]
-        last: dict[int, tuple[Tensor, Tensor]] = {}  # hidden state and logits of each chunk's last token
-        for begin in range(0, longest, size):
+    def prefill(
+        self,
+        chunks: Collection[tuple[int, list[int]]],
+        tap_layers: Collection[int],
+        params: Collection[SamplingParams] = (),
+        show: Show = show_nobody,
+    ) -> PassResult:
+        size, longest = self._piece_size(len(chunks)), max(len(ids) for _, ids in chunks)
+        if longest > size * MAX_PIECES:
+            return super().prefill(chunks, tap_layers, params, show)
+        best = [0] * len(chunks)
+        ended: list[int] = []  # chunks, and of their last tokens
+        last: list[tuple[Tensor, Tensor]] = []  # logits and hidden states
+        for start in range(0, longest, size):
             rest = [
-                (row, slot, ids[begin : begin + size]) for row, (slot, ids) in enumerate(chunks) if len(ids) > begin
+                (row, slot, ids[start : start + size]) for row, (slot, ids) in enumerate(chunks) if len(ids) > start
             ]
-            check = self._check([(slot, DraftTree.chain(ids[0], ids[1:])) for _, slot, ids in rest], tap_layers, ())
-            assert check.hidden is not None
+            trees = [(slot, DraftTree.chain(ids[0], ids[1:])) for _, slot, ids in rest]
+            check = self._check(trees, tap_layers, [params[row] for row, _, _ in rest] if params else ())
+            observations, ends = [], []
             for place, (row, slot, ids) in enumerate(rest):
-                start = place * check.plan.count
-                if check.taps is not None:
-                    taps[row].append(check.taps[start : start + len(ids)].clone())
-                end = start + len(ids) - 1
-                last[row] = check.hidden[end].clone(), check.logits[end].clone()
                 self.cache.keep_first(slot, len(ids))
-        hidden, logits = (torch.stack(parts) for parts in zip(*(last[row] for row in range(len(chunks))), strict=True))
-        all_taps = torch.cat([part for parts in taps for part in parts]) if tap_layers else None
-        return PassResult(logits, all_taps, range(len(chunks)), hidden)
+                begin = place * check.plan.count
+                end = begin + len(ids)
+                observations.append(Observation(slot, ids, check.taps, range(begin, end)))
+                if start + len(ids) == len(chunks[row][1]):
+                    ended.append(row)
+                    ends.append(end - 1)
+                    best[row] = int(self._best_ids[end - 1])
+            show(observations)
+            if ends:
+                assert check.hidden is not None
+                rows = torch.tensor(ends, device=self.device)
+                last.append((check.logits[rows], check.hidden[rows]))
+        logits, hidden = (torch.cat(parts) for parts in zip(*last, strict=True))
+        order = torch.tensor(ended, device=self.device).argsort()
+        return PassResult(logits[order], None, range(len(chunks)), hidden[order], best)
+
+    def _piece_size(self, num_requests: int) -> int:
+        """Tokens of each prompt that one pass reads."""
+        most = self.max_rows // round_up(num_requests, REQUESTS)
+        return min(MAX_TREE_NODES, max((count for count in COUNTS if count <= most), default=0))
 
     def verify(
         self,

@@ -1,5 +1,6 @@
 """Runs the target: packs the tokens of all requests into one pass and reads back logits and taps."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Collection
 from itertools import accumulate
 from typing import NamedTuple
@@ -12,12 +13,13 @@ from blockpilot.cache.slots import SlotCache
 from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
+from blockpilot.decoding.drafter import Observation
 from blockpilot.models.decoder import Decoder
 
 
 class PassResult(NamedTuple):
     logits: Tensor  # [rows, V]: every token after a verify, one row per request after a prefill
-    taps: Tensor | None  # [N, num_taps * H], all packed tokens
+    taps: Tensor | None  # [N, num_taps * H], all packed tokens of a verify
     row_starts: Collection[int]  # first row of each request
     hidden: Tensor | None = None  # [rows, H], after a prefill: the states that the logits come from
     best: Collection[int] | None = None  # the token of every row, most likely or sampled, where the pass has found it
@@ -25,6 +27,13 @@ class PassResult(NamedTuple):
     def best_ids(self) -> Collection[int]:
         """The most likely token of every row, or what the pass has found. Waits for the device."""
         return self.logits.argmax(dim=-1).tolist() if self.best is None else self.best
+
+
+Show = Callable[[list[Observation]], None]  # is told the tokens of a prefill and their taps, in one piece or several
+
+
+def show_nobody(observations: list[Observation]) -> None:
+    pass
 
 
 class TargetRunner:
@@ -59,17 +68,27 @@ class TargetRunner:
         return None
 
     @torch.inference_mode()
-    def prefill(self, chunks: Collection[tuple[int, list[int]]], tap_layers: Collection[int]) -> PassResult:
-        """Append prompt chunks (slot, token ids); logits of each chunk's last token."""
+    def prefill(
+        self,
+        chunks: Collection[tuple[int, list[int]]],
+        tap_layers: Collection[int],
+        params: Collection[SamplingParams] = (),
+        show: Show = show_nobody,
+    ) -> PassResult:
+        """Append prompt chunks (slot, token ids); logits of each chunk's last token. `params` as for `verify`."""
         token_ids = [token_id for _, ids in chunks for token_id in ids]
         positions = [self.cache.lengths[slot] + i for slot, ids in chunks for i in range(len(ids))]
         attend = RaggedAttention(self.cache, [Segment(slot, len(ids)) for slot, ids in chunks])
         hidden, taps = self._forward(token_ids, positions, attend, tap_layers)
         last_rows = torch.tensor([len(ids) for _, ids in chunks], device=self.device).cumsum(0) - 1
+        observations, start = [], 0
         for slot, ids in chunks:
             self.cache.keep(slot, range(len(ids)))
+            observations.append(Observation(slot, ids, None if taps is None else taps[start : start + len(ids)]))
+            start += len(ids)
+        show(observations)
         last = hidden[last_rows]
-        return PassResult(self.decoder.logits(last), taps, range(len(chunks)), last)
+        return PassResult(self.decoder.logits(last), None, range(len(chunks)), last)
 
     @torch.inference_mode()
     def verify(

@@ -313,7 +313,7 @@ def _select(
 
 
 def _accept(sequences: Collection[Sequence], trees: Collection[DraftTree], result: PassResult) -> list[Acceptance]:
-    """The target's token after every node, then the walk. The only place that waits for the device."""
+    """The target's token after every node, then the walk."""
     is_greedy = all(sequence.params.is_greedy for sequence in sequences)
     has_sampled = result.best is not None
     best = result.best_ids() if is_greedy or has_sampled else []

@@ -25,6 +25,7 @@ from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.decoding.verification import accept
 from blockpilot.engine.plain_step import PlainFlight, PlainRequest
+from blockpilot.engine.runner import show_nobody
 from blockpilot.pilots.base import Ahead, PilotInputs
 from blockpilot.pilots.batch import choose_sizes, select_trees
 from blockpilot.pilots.calibration import Calibration
@@ -142,9 +143,8 @@ class _Bench:
         for slot in self.slots:
             for start in range(0, self.context, token_budget):
                 token_ids = self._tokens(min(token_budget, self.context - start))
-                taps = self.runner.prefill([(slot, token_ids)], self.tap_layers).taps
-                if self.drafter is not None:
-                    self.drafter.observe([Observation(slot, token_ids, taps)])
+                show = show_nobody if self.drafter is None else self.drafter.observe
+                self.runner.prefill([(slot, token_ids)], self.tap_layers, show=show)
 
     def passes(self, plan: ProfilePlan, *, with_drafts: bool) -> Passes:
         found: Passes = {}

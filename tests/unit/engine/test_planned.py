@@ -1,6 +1,8 @@
 """Passes of fixed shape give what unplanned passes give. Here with the kernels' reference implementation, on a CPU."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from blockpilot.core.candidates import CandidateStack
 from blockpilot.core.errors import InputError
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
+from blockpilot.decoding.sampling import choose_tokens
 from blockpilot.engine import assemble
 from blockpilot.engine.llm import LLM
 from blockpilot.engine.planned_runner import PlannedRunner
@@ -21,7 +24,7 @@ from blockpilot.pilots.fixed import TreePilot
 from blockpilot.pilots.growth import Forest, grow_stacked
 from blockpilot.pilots.step import StepPilot
 from blockpilot.pilots.switch import load_compiled
-from tests.tiny import RandomTreePilot, make_dflash, make_llm
+from tests.tiny import RandomTreePilot, make_dflash, make_eagle3, make_llm
 
 PROMPTS = ["abcabcab", "the quick brown fox", "z", "hello hello hello"]
 PILOTS = ["ar", "fixed:4", "tree:15", "tree:70"]
@@ -104,23 +107,33 @@ def test_pilots_that_decide_at_once_decode_as_one_by_one(monkeypatch: pytest.Mon
     assert answers[0] == answers[1] and not sizes
 
 
-@pytest.mark.parametrize("length", [1, 5, 128, 129, 280])
-def test_prompts_run_in_pieces(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
-    """Logits, taps and hidden states of two prompts, one of them behind rows that the slot has."""
-    plain = make_llm("qwen3", drafter=make_dflash("qwen3")).engine
-    planned = make_planned(monkeypatch, "qwen3", drafter=make_dflash("qwen3")).engine
-    assert plain.drafter is not None
-    taps, results = plain.drafter.tap_layers, []
-    for runner in (plain.runner, planned.runner):
-        slots = [runner.cache.reserve() for _ in range(2)]
-        runner.prefill([(slots[1], [3, 4, 5])], taps)
-        ids = [i % 50 for i in range(length)]
-        results.append(runner.prefill([(slots[0], [7, 8]), (slots[1], ids)], taps))
-        assert [runner.cache.lengths[slot] for slot in slots] == [2, 3 + length]
+@pytest.mark.parametrize("lengths", [(1, 2), (5, 2), (128, 2), (129, 2), (2, 210), (3, 200, 140, 7, 129)])
+@pytest.mark.parametrize("make_drafter", [make_dflash, make_eagle3])
+def test_prompts_run_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, make_drafter: Callable[[str], Any], lengths: tuple[int, ...]
+) -> None:
+    """Logits, hidden states and first tokens of prompts, the first behind old rows; what the drafter has stored."""
+    params = [SamplingParams(), SamplingParams(temperature=0.9, seed=7), *[SamplingParams()] * 3][: len(lengths)]
+    results, caches = [], []
+    for make in (make_llm, partial(make_planned, monkeypatch)):
+        engine = make("qwen3", drafter=make_drafter("qwen3"), num_slots=5).engine
+        runner, drafter = engine.runner, engine.drafter
+        slots = [runner.cache.reserve() for _ in lengths]
+        runner.prefill([(slots[0], [3, 4, 5])], drafter.tap_layers, show=drafter.observe)
+        chunks = [(slot, [(i + slot) % 50 for i in range(length)]) for slot, length in zip(slots, lengths, strict=True)]
+        results.append(runner.prefill(chunks, drafter.tap_layers, params, drafter.observe))
+        assert [runner.cache.lengths[slot] for slot in slots] == [3 + lengths[0], *lengths[1:]]
+        caches.append([drafter.cache.rows[:, :, slot, :, : drafter.cache.lengths[slot]] for slot in slots])
     expected, found = results
     assert list(found.row_starts) == list(expected.row_starts)
-    for name in ("logits", "taps", "hidden"):
+    for name in ("logits", "hidden"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*caches, rtol=1e-4, atol=1e-4)
+    positions = [3 + lengths[0], *lengths[1:]]
+    assert found.best is not None and list(found.best) == [
+        int(choose_tokens(expected.logits[row : row + 1], one, [position]))
+        for row, (one, position) in enumerate(zip(params, positions, strict=True))
+    ]
 
 
 def test_a_check_of_too_many_rows_runs_unplanned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,10 +72,12 @@ def _rotate_attend(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     if IS_OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
-    request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = HEADS // KV
     half: tl.constexpr = DIM // 2
-    rows = tl.arange(0, TILE)
+    tiles = (count * group + TILE - 1) // TILE
+    request, head, split = tl.program_id(0) // tiles, tl.program_id(1), tl.program_id(2)
+    tile = tl.program_id(0) % tiles
+    rows = tile * TILE + tl.arange(0, TILE)
     is_row = rows < count * group
     tokens = request * count + tl.where(is_row, rows // group, 0)
     heads = head * group + rows % group
@@ -84,7 +86,7 @@ def _rotate_attend(  # type: ignore[no-untyped-def]
     start = tl.load(starts + request)
     base = tl.load(slots + request).to(tl.int64) * slot_stride + head.to(tl.int64) * capacity * DIM
     chunk = tl.maximum(tl.cdiv(tl.cdiv(start, SPLITS), BLOCK), 1) * BLOCK
-    newest = tl.minimum(tl.cdiv(start, chunk), SPLITS - 1)  # this program attends to the new rows and stores them
+    newest = tl.minimum(tl.cdiv(start, chunk), SPLITS - 1)  # this program attends to the new rows
     first = split * chunk
     last = tl.minimum(first + chunk, start)
     columns = first + tl.arange(0, BLOCK)
@@ -136,14 +138,16 @@ def _rotate_attend(  # type: ignore[no-untyped-def]
             value_places = (key_places + KV * DIM)[:, None] + dims[None, :]
             new_values = sum_parts(qkv, value_places, part_stride, is_new[:, None], PARTS).to(values.dtype.element_ty)
             stored = base + (start + new).to(tl.int64)[:, None] * DIM
-            tl.store(keys + stored + halves[None, :], new_left, mask=is_new[:, None])
-            tl.store(keys + stored + half + halves[None, :], new_right, mask=is_new[:, None])
-            tl.store(values + stored + dims[None, :], new_values, mask=is_new[:, None])
-            words = tl.load(masks + tokens[:, None] * WORDS + (new // 32)[None, :], mask=is_new[None, :], other=0)
+            is_stored = (is_new & (tile == 0))[:, None]
+            tl.store(keys + stored + halves[None, :], new_left, mask=is_stored)
+            tl.store(keys + stored + half + halves[None, :], new_right, mask=is_stored)
+            tl.store(values + stored + dims[None, :], new_values, mask=is_stored)
+            is_pair = is_row[:, None] & is_new[None, :]
+            words = tl.load(masks + tokens[:, None] * WORDS + (new // 32)[None, :], mask=is_pair, other=0)
             is_marked = ((words >> (new % 32)[None, :]) & 1) == 1
             new_scores = tl.dot(left, tl.trans(new_left), input_precision="ieee")
             new_scores = tl.dot(right, tl.trans(new_right), new_scores, input_precision="ieee") * scale
-            new_scores = tl.where(is_row[:, None] & is_new[None, :] & is_marked, new_scores, float("-inf"))
+            new_scores = tl.where(is_pair & is_marked, new_scores, float("-inf"))
             best, mass, mixed = _mix(new_scores, new_values, best, mass, mixed)
     places = (tokens.to(tl.int64) * HEADS + heads)[:, None] * DIM + dims[None, :]
     if SPLITS == 1:
@@ -259,7 +263,7 @@ def rotate_attend(
     weights = norms or (out, out)
     tile = choose_tile(num_queries, dim, context)
     overlap = can_overlap(out.device)
-    kernel: Any = _rotate_attend[(len(slots), num_kv, num_splits)]
+    kernel: Any = _rotate_attend[(len(slots) * triton.cdiv(num_queries, tile), num_kv, num_splits)]
     kernel(
         qkv.values, positions, table[0], table[1], weights[0], weights[1], keys, values, slots, starts, masks, out,
         partial, stats, eps, dim**-0.5, qkv.stride, keys.stride(0), capacity, num_tokens * num_heads, count,

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
+from blockpilot.core.candidates import Candidates, FloatArray
 from blockpilot.models.decoder import Decoder
 
 TINY = {
@@ -34,6 +35,13 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+def child_log_probs(candidates: Candidates, position: int, parent_rank: int) -> FloatArray:
+    """Scores [K] of the candidates at `position`, given the rank of the parent chosen at `position - 1`."""
+    if candidates.pairwise is None or candidates.first is None:
+        return candidates.log_probs[position]
+    return candidates.first if position == 0 else candidates.pairwise[position - 1, parent_rank]
 
 
 def causal_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from tests.integration.fragile import Fragile  # noqa: E402
 
 pytestmark = pytest.mark.slow
 TIMES = ("tokens_per_second", "speedup", "speedup_ci", "end_to_end_speedup", "milliseconds_per_step")
-TIMES += ("time_to_first_token", "peak_memory_bytes", "over_best_fixed", "best_fixed_of_task")
+TIMES += ("time_to_first_token", "peak_memory_bytes", "over_best_fixed", "over_best_chain", "best_fixed_of_task")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,12 +12,13 @@ import torch
 
 from blockpilot.bench.methods import DRAFTER_OPTIONS, NO_DRAFTER, Method
 from blockpilot.core.config import EngineConfig
+from blockpilot.core.device import resolve_device
 from blockpilot.core.errors import InputError
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import Drafter
 from blockpilot.decoding.eagle3_drafter import Eagle3Drafter
 from blockpilot.engine.assemble import build_drafter
-from blockpilot.engine.llm import LLM, resolve_context, resolve_device
+from blockpilot.engine.llm import LLM, resolve_context
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.eagle3 import Eagle3
 from blockpilot.models.loading import LoadedTarget

@@ -8,7 +8,7 @@ from blockpilot.bench.methods import BEST_FIXED
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.text.prompts import Prompt
 
-RATES = {"cpu": 40.0, "cuda": 100.0}  # tokens per second of the default pair, in order of magnitude
+RATES = {"cpu": 40.0, "cuda": 2000.0}  # tokens/s of the default pair, of a data-centre GPU, in order of magnitude
 PREFILL_FACTOR = 10  # prompts are read so many times faster than answers are written
 CHARACTERS_PER_TOKEN = 4
 

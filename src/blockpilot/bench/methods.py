@@ -111,6 +111,11 @@ def find_paper_pilot(target: str, given: Path | None) -> Path:
     return folder
 
 
+def shipped_of_kind(kind: str, target: str) -> str | None:
+    """The drafter of that kind that ships for the target."""
+    return next((name for name, drafter in DRAFTERS.items() if drafter.target == target and kind in name), None)
+
+
 def choose_drafters(methods: Sequence[Method], target: str, given: dict[str, str]) -> dict[str, str]:
     """Kind -> drafter to load: what was given, else what ships for the target. `given` may say auto."""
     chosen: dict[str, str] = {}
@@ -120,7 +125,7 @@ def choose_drafters(methods: Sequence[Method], target: str, given: dict[str, str
             chosen.setdefault(kind, kind)
             continue
         spec = given.get(kind, "auto")
-        shipped = next((name for name, d in DRAFTERS.items() if d.target == target and kind in name), None)
+        shipped = shipped_of_kind(kind, target)
         if spec == "auto" and shipped is None:
             title = {"dflash": "a DFlash", "eagle3": "an EAGLE-3"}[kind]
             raise InputError(

@@ -22,7 +22,7 @@ from blockpilot.bench.tasks import TASKS, TaskPrompts, default_tasks, read_file,
 from blockpilot.cli.bench_table import print_table
 from blockpilot.cli.console import print_json, print_note, show_counted, show_progress
 from blockpilot.cli.ray_options import add_ray_arguments, check_ray, cluster_options
-from blockpilot.core.config import EngineConfig
+from blockpilot.core.config import EngineConfig, default_dtype, device_type
 from blockpilot.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -95,13 +95,17 @@ def run(arguments: argparse.Namespace) -> int:
     from blockpilot.bench.methods import choose_drafters
 
     check_ray(arguments)
-    dtype = arguments.dtype or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
+    dtype = arguments.dtype or default_dtype(arguments.device)
     EngineConfig(device=arguments.device, dtype=dtype)
     methods = _choose_methods(arguments)
     tasks = _read_tasks(arguments)
     config = _build_config(arguments, methods, tasks)
     given = {"dflash": arguments.drafter, "eagle3": arguments.eagle3}
     drafters = choose_drafters(methods, arguments.target, given)
+    if device_type(arguments.device) == "cuda" and arguments.ray is None:  # with Ray the workers have the GPUs
+        from blockpilot.core.device import resolve_device
+
+        resolve_device(arguments.device)
     if arguments.dry_run:
         return _print_plan(arguments, config, tasks)
     from blockpilot.bench.site import BenchSetup
@@ -151,22 +155,29 @@ def _bench_on_ray(arguments: argparse.Namespace, setup: "BenchSetup", out: Path)
 
 
 def _choose_methods(arguments: argparse.Namespace) -> "tuple[Method, ...]":
-    from blockpilot.bench.methods import DEFAULT_METHODS, PAPER, find_paper_pilot, parse_methods
+    from blockpilot.bench.methods import parse_methods
 
-    if arguments.methods is not None:
-        names = _split(arguments.methods, "--methods")
-    elif arguments.quick:
-        names = list(QUICK_METHODS)
-    else:
-        names = list(DEFAULT_METHODS)
+    names = _usual_methods(arguments) if arguments.methods is None else _split(arguments.methods, "--methods")
+    return parse_methods(names, device=arguments.device, target=arguments.target, pilot_folder=arguments.pilot_file)
+
+
+def _usual_methods(arguments: argparse.Namespace) -> list[str]:
+    """Those of the defaults for which everything is at hand."""
+    from blockpilot.bench.methods import DEFAULT_METHODS, PAPER, find_paper_pilot, shipped_of_kind
+
+    names = list(QUICK_METHODS if arguments.quick else DEFAULT_METHODS)
+    if PAPER in names and arguments.pilot_file is None:
         try:
-            find_paper_pilot(arguments.target, arguments.pilot_file)
+            find_paper_pilot(arguments.target, None)
         except InputError as error:
-            if arguments.pilot_file is not None:
-                raise
             names.remove(PAPER)
             print_note(f"left out: {error}")
-    return parse_methods(names, device=arguments.device, target=arguments.target, pilot_folder=arguments.pilot_file)
+    if arguments.eagle3 == "auto" and shipped_of_kind("eagle3", arguments.target) is None:
+        left_out = [name for name in names if name.startswith("eagle3")]
+        names = [name for name in names if name not in left_out]
+        reason = f"no EAGLE-3 drafter ships for {arguments.target}; give one with --eagle3"
+        print_note(f"left out: {', '.join(left_out)}: {reason}")
+    return names
 
 
 def _read_tasks(arguments: argparse.Namespace) -> tuple[TaskPrompts, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from blockpilot.cli.console import print_json, show_progress
 from blockpilot.cli.ray_options import add_ray_arguments, check_ray, cluster_options
 from blockpilot.cli.synthesize import ProgressLines
-from blockpilot.core.config import EngineConfig
+from blockpilot.core.config import EngineConfig, default_dtype, device_type
 from blockpilot.core.errors import InputError
 from blockpilot.text.prompts import read_prompts
 
@@ -161,18 +161,13 @@ def _build_config(arguments: argparse.Namespace) -> "CollectConfig":
         max_new_tokens=arguments.max_new_tokens,
         anchors=arguments.anchors,
         precision=arguments.precision,
-        shard_size=SHARD_SIZES[_device_type(arguments)] if arguments.shard_size is None else arguments.shard_size,
+        shard_size=SHARD_SIZES[device_type(arguments.device)] if arguments.shard_size is None else arguments.shard_size,
     )
 
 
 def _build_engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    device_type = _device_type(arguments)
-    dtype = arguments.dtype or ("bfloat16" if device_type == "cuda" else "float32")
-    return EngineConfig(device=arguments.device, dtype=dtype, num_slots=NUM_SLOTS[device_type])
-
-
-def _device_type(arguments: argparse.Namespace) -> str:
-    return "cuda" if arguments.device.startswith("cuda") else "cpu"
+    dtype = arguments.dtype or default_dtype(arguments.device)
+    return EngineConfig(device=arguments.device, dtype=dtype, num_slots=NUM_SLOTS[device_type(arguments.device)])
 
 
 def _parse_sizes(text: str, name: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from blockpilot.cli.console import print_columns, print_json, print_note, show_progress
 from blockpilot.cli.interrupts import Interrupts
 from blockpilot.cli.prompt import check_text, read_prompt
-from blockpilot.core.config import EngineConfig
+from blockpilot.core.config import EngineConfig, default_dtype
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
@@ -47,8 +47,8 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     profile_help = "step costs, written by `blockpilot profile` (default: those of this machine, measured once)"
     group.add_argument("--profile", type=Path, metavar="FILE", help=profile_help)
     group.add_argument("--device", default=default.device, help=f"cpu or cuda (default: {default.device})")
-    dtype_help = f"float32, bfloat16 or float16 (default: {default.dtype})"
-    group.add_argument("--dtype", default=default.dtype, help=dtype_help)
+    dtype_help = "float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 on a GPU)"
+    group.add_argument("--dtype", default=None, help=dtype_help)
     context_help = "most tokens of prompt and answer together (default: the model's limit)"
     group.add_argument("--context-length", type=int, metavar="N", help=context_help)
 
@@ -109,9 +109,8 @@ def _build_params(arguments: argparse.Namespace) -> SamplingParams:
 
 
 def _build_config(arguments: argparse.Namespace) -> EngineConfig:
-    return EngineConfig(
-        device=arguments.device, dtype=arguments.dtype, context_length=arguments.context_length, num_slots=1
-    )
+    dtype = arguments.dtype or default_dtype(arguments.device)
+    return EngineConfig(device=arguments.device, dtype=dtype, context_length=arguments.context_length, num_slots=1)
 
 
 def _choose_drafter(spec: str, target: str) -> str:

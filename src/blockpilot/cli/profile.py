@@ -1,10 +1,11 @@
 """`blockpilot profile`: what drafts and checks cost on this machine. Pilots read the result."""
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from blockpilot.cli.console import print_columns, print_json, print_note, show_counted, show_progress
-from blockpilot.core.config import EngineConfig
+from blockpilot.core.config import MAX_TREE_NODES, EngineConfig, default_dtype, device_type
 from blockpilot.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from blockpilot.pilots.cost_model import CostPoint, StepCosts
 
 DEFAULT_TARGET = "smollm2-135m"
+BATCH_SIZES = {"cpu": "1", "cuda": "1,4,16,64"}  # what engines of up to 64 slots ask for
+ROOM = 2 * MAX_TREE_NODES  # tokens behind the longest context; slots of a target's whole context may not fit 64 times
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafter_help = "as for generate (default: auto, the one that ships for the target)"
     parser.add_argument("--drafter", default="auto", metavar="MODEL", help=drafter_help)
     parser.add_argument("--device", default=default.device, help=f"cpu or cuda (default: {default.device})")
-    parser.add_argument("--dtype", default=default.dtype, help=f"default: {default.dtype}")
-    parser.add_argument("--batch-sizes", default="1", metavar="N,N,...", help="requests per step (default: 1)")
+    parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, bfloat16 on a GPU")
+    sizes_help = f"requests per step (default: {BATCH_SIZES['cpu']} on a CPU, {BATCH_SIZES['cuda']} on a GPU)"
+    parser.add_argument("--batch-sizes", default=None, metavar="N,N,...", help=sizes_help)
     context_help = "tokens in each request's cache; with two or more, the effect of context is known (default: 256)"
     parser.add_argument("--contexts", default="256", metavar="N,N,...", help=context_help)
     parser.add_argument(
@@ -40,27 +44,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    batch_sizes, contexts = (
-        _parse_counts(text, name)
-        for text, name in ((arguments.batch_sizes, "--batch-sizes"), (arguments.contexts, "--contexts"))
-    )
+    arguments.dtype = arguments.dtype or default_dtype(arguments.device)
+    if arguments.batch_sizes is None:
+        arguments.batch_sizes = BATCH_SIZES[device_type(arguments.device)]
+    batch_sizes = _parse_counts(arguments.batch_sizes, "--batch-sizes")
+    contexts = _parse_counts(arguments.contexts, "--contexts")
     if arguments.engine == "vllm":
         from blockpilot.cli.profile_vllm import measure_vllm
 
         _show(*measure_vllm(arguments, batch_sizes, contexts), is_json=arguments.json)
         return 0
     config = EngineConfig(device=arguments.device, dtype=arguments.dtype, num_slots=max(batch_sizes))
-    with show_progress(f"loading {arguments.target}") as progress:
-        from blockpilot.engine.llm import LLM
-        from blockpilot.engine.profile import profile_path
-        from blockpilot.engine.step_timing import ProfilePlan
+    llm = _load(arguments, config, max(contexts))
 
-        llm = LLM(arguments.target, drafter=arguments.drafter, pilot="ar", config=config, progress=progress)
+    from blockpilot.engine.profile import profile_path
+    from blockpilot.engine.step_timing import ProfilePlan
+
     make_plan = ProfilePlan.quick if arguments.quick else ProfilePlan.full
     plan = make_plan(batch_sizes, contexts, is_gpu=llm.device_type == "cuda")
     costs = _find_costs(llm, plan, is_forced=arguments.force)
     _show(costs, profile_path(dict(costs.key)), is_json=arguments.json)
     return 0
+
+
+def _load(arguments: argparse.Namespace, config: EngineConfig, context: int) -> "LLM":
+    with show_progress(f"loading {arguments.target}") as progress:
+        import torch
+
+        from blockpilot.core.device import resolve_device
+        from blockpilot.engine.llm import LLM
+        from blockpilot.models.loading import load_target
+
+        resolve_device(config.device)
+        target = load_target(arguments.target, getattr(torch, config.dtype), progress)
+        length = min(context + ROOM, target.decoder.config.context_length)
+        config = replace(config, context_length=length)
+        return LLM(target, drafter=arguments.drafter, pilot="ar", config=config)
 
 
 def _show(costs: "StepCosts", path: "Path", *, is_json: bool) -> None:

@@ -57,9 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.kind == "step" and (not arguments.traces or arguments.out is None):
         raise InputError("--kind step needs --traces and --out")
     with show_progress("reading traces"):
+        from blockpilot.core.device import resolve_device
         from blockpilot.replay.pilot_training import check_enough, hold_out, read_group
         from blockpilot.replay.trace_files import require_disjoint
 
+        resolve_device(arguments.device)
         group = read_group(arguments.traces or [_shipped_traces()])
         if arguments.held_out:
             train, test = group, read_group(arguments.held_out, like=group)

@@ -96,12 +96,6 @@ class Candidates:
         later: list[list[int]] = self.pairwise.argmax(axis=-1).tolist()
         return [[int(self.first.argmax())], *later] if self.num_positions else []
 
-    def child_log_probs(self, position: int, parent_rank: int) -> FloatArray:
-        """Scores [K] of the candidates at `position`, given the rank of the parent chosen at `position - 1`."""
-        if self.pairwise is None or self.first is None:
-            return self.log_probs[position]
-        return self.first if position == 0 else self.pairwise[position - 1, parent_rank]
-
 
 def shared_stack(candidates: Sequence[Candidates]) -> CandidateStack | None:
     """The stack that all of them are rows of, with as many positions and tokens each; None if there is none."""

@@ -1,6 +1,7 @@
 """Settings of one engine, and the only place that reads environment variables."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,19 @@ def allows_untested() -> bool:
     return os.environ.get("BLOCKPILOT_UNTESTED", "") == "1"
 
 
+def device_type(name: str) -> str:
+    """`cpu` or `cuda`, the devices that there are engines for. A GPU may be named by its number: `cuda:1`."""
+    found = re.fullmatch(r"(cpu|cuda)(:(0|[1-9][0-9]?))?", name)
+    if found is None:
+        raise InputError(f"unknown device {name!r}: use cpu or cuda")
+    return found[1]
+
+
+def default_dtype(device: str) -> str:
+    """What commands compute in unless they are told otherwise."""
+    return "bfloat16" if device_type(device) == "cuda" else "float32"
+
+
 def let_threads_sleep() -> None:
     """Idle worker threads spin for a moment, then sleep. Must run before PyTorch or Numba is imported.
 
@@ -51,6 +65,7 @@ class EngineConfig:
     linear_backend: str = "auto"  # how CPU weights are packed: auto, blocks, mkldnn, plain
 
     def __post_init__(self) -> None:
+        device_type(self.device)
         for name in ("num_slots", "token_budget"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")

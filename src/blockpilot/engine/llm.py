@@ -16,6 +16,7 @@ import torch
 
 from blockpilot.cache.pass_plan import REQUESTS
 from blockpilot.core.config import EngineConfig
+from blockpilot.core.device import resolve_device
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
@@ -130,7 +131,7 @@ class LLM:
         prompts: Collection[str | list[int]],
         params: SamplingParams | Collection[SamplingParams] | None = ...,
         *,
-        pilot: str | Pilot | Collection[Pilot] | None = ...,
+        pilot: str | Pilot | Collection[str | Pilot] | None = ...,
         is_raw: bool = ...,
     ) -> list[Completion]: ...
 
@@ -141,6 +142,8 @@ class LLM:
         """
         if isinstance(prompts, str):
             return self.generate([prompts], params, pilot=pilot, is_raw=is_raw)[0]
+        if any(isinstance(prompt, int) for prompt in prompts):
+            raise InputError("prompts holds numbers: give one prompt of token ids as [[...]]")
         all_params = _one_each(params or SamplingParams(), len(prompts), "params")
         pilots = _one_each(self.pilot if pilot is None else pilot, len(prompts), "pilots")
         prompt_ids = [self._encode(prompt, is_raw=is_raw) for prompt in prompts]
@@ -219,16 +222,6 @@ class LLM:
         for request_id in request_ids:
             self._mail.pop(request_id, None)
             self.engine.abort(request_id)
-
-
-def resolve_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InputError(f"unknown device {name!r}: use cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError("device cuda was asked for, but PyTorch sees no GPU here: use --device cpu")
-    return device
 
 
 def resolve_context(requested: int | None, limit: int) -> int:

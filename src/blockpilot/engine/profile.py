@@ -28,21 +28,40 @@ IDENTITY = ("target", "shape", "drafter", "device", "dtype", "backend", "kernels
 
 
 def ensure_costs(llm: "LLM") -> StepCosts:
-    """This machine's costs: remembered, or measured quickly and remembered."""
+    """This machine's costs: remembered where they cover the engine's batches, else measured quickly and remembered."""
     is_gpu = llm.device_type == "cuda"
-    num_free = llm.engine.runner.cache.num_free
-    full = 1 << max(num_free, 1).bit_length() - 1  # a power of two: totals of tokens divide by it
-    # beside fast passes the host's work for each request shows, and between batches costs do not run straight
-    batch_sizes = tuple(sorted({*(size for size in (1, 4, 16) if size < full), full})) if is_gpu else (1,)
+    batch_sizes = usual_batch_sizes(llm.engine.runner.cache.num_free) if is_gpu else (1,)
     known = load_profile(profile_key(llm))
-    if known is not None and (known.max_batch_size >= full or not is_gpu or not known.key.get("is_quick")):
+    if known is not None and _covers(known, batch_sizes):
         return known
     plan = ProfilePlan.quick(batch_sizes, (min(256, llm.engine.context_length // 2),), is_gpu=is_gpu)
     costs = measure(llm, plan)
     if costs.key["num_rounds"] < plan.num_rounds or costs.fit_error.leave_one_out > MAX_ERROR:
         logger.warning("step costs are uncertain because the machine is busy; they are not remembered")
         return costs
+    if known is not None and not known.key.get("is_quick"):  # careful measurements stay, though they do not serve here
+        sizes = ",".join(map(str, batch_sizes))
+        logger.warning(
+            "the profile of this machine lacks batches that this engine takes, so they were measured in short; "
+            "`blockpilot profile --batch-sizes %s` measures them for good",
+            sizes,
+        )
+        return costs
     return remember(costs)
+
+
+def usual_batch_sizes(num_slots: int) -> tuple[int, ...]:
+    """What a GPU is measured with: beside fast passes the host's work for each request shows, and between batches costs
+    do not run straight."""
+    full = 1 << max(num_slots, 1).bit_length() - 1  # a power of two: totals of tokens divide by it
+    return (*(size for size in (1, 4, 16) if size < full), full)
+
+
+def _covers(costs: StepCosts, batch_sizes: tuple[int, ...]) -> bool:
+    """Whether all of the sizes were measured; the largest may also lie below one that was."""
+    measured = {point.batch_size for point in costs.verify}
+    *smaller, full = batch_sizes
+    return measured.issuperset(smaller) and min(measured) <= full <= costs.max_batch_size
 
 
 def measure(llm: "LLM", plan: ProfilePlan, report: Report = lambda *_: None) -> StepCosts:

@@ -38,10 +38,11 @@ def _losslessness(run: Run) -> list[str]:
     else:
         notes.append(f"No mismatch with plain decoding in {num_tokens:,} tokens of drafted methods.")
     if near_ties:
-        largest = max(row.get("largest_gap") or 0 for row in rows)
+        gaps = [d["gap"] for d in run.manifest.get("differences", []) if d["is_near_tie"]]
+        largest = f" (largest gap {max(gaps):.2g})" if gaps else ""
         notes.append(
             f"{_count(near_ties, 'near-tie', 'near-ties')}: the scores of two tokens lie within {gap:g} of each other, "
-            f"so rounding decides (largest gap {largest:.2g})."
+            f"so rounding decides{largest}."
         )
     if gap > 1e-4:
         notes.append(f"In {run.manifest.get('dtype')} a gap of up to {gap:g} counts as a near-tie, not as a mismatch.")
@@ -83,11 +84,29 @@ def _against_best_fixed(run: Run) -> list[str]:
             continue
         interval = found["ci"]
         verdict = "" if interval is None or not interval[0] <= 1 <= interval[1] else ": no difference shown"
-        range_text = "no interval" if interval is None else format_interval(interval)
-        notes.append(f"{method} runs at {found['ratio']:.2f} times best-fixed ({range_text}){verdict}.")
+        notes.append(f"{method} runs at {found['ratio']:.2f} times best-fixed ({_range(interval)}){verdict}.")
     if not notes and run.fixed_sizes and "best-fixed" not in run.methods:
-        notes.append("best-fixed was not measured, so nothing here shows that adapting pays.")
+        notes += _in_hindsight(run, column)
     return notes
+
+
+def _in_hindsight(run: Run, column: str) -> list[str]:
+    """Nobody knew the best size before, so it is a bar that no fixed size chosen beforehand would reach for certain."""
+    speeds = {method: run.value(column, method, "speedup") for method in run.fixed_sizes.values()}
+    known = {method: speed for method, speed in speeds.items() if speed is not None}
+    if not known:
+        return []
+    best = max(known, key=known.__getitem__)
+    note = f"best-fixed was not measured; the best of the measured sizes in hindsight is {best} ({known[best]:.2f}x)"
+    if (auto := run.value(column, "auto", "speedup")) is not None:
+        note += f", auto is at {auto:.2f}x"
+    if (found := run.value(column, "auto", "over_best_chain")) is not None:
+        note += f", {found['ratio']:.2f} times {found['method']} ({_range(found['ci'])})"
+    return [f"{note}."]
+
+
+def _range(interval: list[float] | None) -> str:
+    return "no interval" if interval is None else format_interval(interval)
 
 
 def _loops(run: Run) -> list[str]:
@@ -104,7 +123,8 @@ def _amount(run: Run) -> list[str]:
     if counts and min(counts) < 2:
         notes.append("One prompt per task has no interval: this run shows that everything works, not how fast it is.")
     elif counts and min(counts) < FEW_PROMPTS:
-        notes.append(f"{min(counts)} prompts in the smallest task; figures that are compared rest on {FEW_PROMPTS}.")
+        claim = f"with fewer than {FEW_PROMPTS} a figure of one task is no claim"
+        notes.append(f"{min(counts)} prompts in the smallest task: {claim}.")
     return notes
 
 

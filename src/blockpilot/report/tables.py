@@ -47,7 +47,7 @@ def overview_table(runs: Sequence[Run], headings: Sequence[str]) -> Table:
         plain, auto = run.value(task, "ar", "tokens_per_second"), speeds.get("auto")
         cells = [
             str(sum(row["num_prompts"] for row in run.of_method("ar"))),
-            EMPTY if plain is None else f"{plain:,.{0 if plain >= 100 else 1}f}",
+            EMPTY if plain is None else format_speed(plain),
             _fastest(fixed),
             _fastest(speeds),
             EMPTY if auto is None else f"{auto:.2f}x",
@@ -82,10 +82,11 @@ DETAILS = (
     ("tokens_per_second", "Tokens/s", ".1f"),
     ("speedup", "Speedup", ".2f"),
     ("end_to_end_speedup", "End to end", ".2f"),
-    ("time_to_first_token", "First token, s", ".2f"),
+    ("time_to_first_token", "First token, ms", ".1f"),
     ("mismatches", "Mismatches", "d"),
     ("near_ties", "Near-ties", "d"),
 )
+SCALES = {"time_to_first_token": 1e3}  # rows hold seconds
 
 
 def details_table(run: Run) -> Table:
@@ -98,7 +99,7 @@ def details_table(run: Run) -> Table:
         cells = [Cell(task_title(row["task"]), is_label=True), Cell(row["method"], is_label=True)]
         for name, _, form in DETAILS:
             value = row.get(name)
-            cells.append(Cell(EMPTY if value is None else format(value, form)))
+            cells.append(Cell(EMPTY if value is None else format(value * SCALES.get(name, 1), form)))
             if name == "speedup":
                 cells.append(Cell(format_interval(row["speedup_ci"])))
         rows.append(cells)
@@ -149,6 +150,10 @@ def best_fixed_table(run: Run) -> Table | None:
 
 def format_interval(interval: Sequence[float] | None) -> str:
     return EMPTY if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
+
+
+def format_speed(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:,.{0 if tokens_per_second >= 100 else 1}f}"
 
 
 def mean_or_only(run: Run) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from blockpilot.core.config import default_dtype
+from blockpilot.core.device import resolve_device
 from blockpilot.core.errors import InputError
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.dflash_format import save_dflash
@@ -34,13 +36,8 @@ def load_training_target(
     spec: str, *, device: str, dtype: str | None, progress: Progress | None = None
 ) -> LoadedTarget:
     """The target, frozen, on its device; nothing is packed, because training reads its weights."""
-    try:
-        place = own_device(device)
-    except RuntimeError as error:
-        raise InputError(f"unknown device {device!r}: use cpu or cuda") from error
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise InputError("device cuda was asked for, but PyTorch sees no GPU here: use --device cpu")
-    name = dtype or ("bfloat16" if place.type == "cuda" else "float32")
+    resolve_device(device)
+    place, name = own_device(device), dtype or default_dtype(device)
     if name not in ("float32", "bfloat16", "float16"):
         raise InputError(f"unknown dtype {name!r}: use float32, bfloat16 or float16")
     target = load_target(spec, getattr(torch, name), progress)

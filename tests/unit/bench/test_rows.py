@@ -71,6 +71,30 @@ def test_rows_of_tasks_and_their_mean() -> None:
     assert mean["over_best_fixed"]["ratio"] == pytest.approx(1.5)
 
 
+def test_every_method_is_compared_with_one_chain_the_best_of_the_run() -> None:
+    methods = ("ar", "dflash:4", "dflash:8", "auto")
+    seconds = {
+        "one": (6.0, 3.0, 2.0, 1.5),
+        "two": (6.0, 1.0, 2.0, 1.5),
+    }  # dflash:4 is 2 and 6 times as fast, :8 3 and 3
+    found = [
+        make_answer([1] * 6, task=task, method=method, seconds=time, prompt_id=f"q{place}", batch=place)
+        for task, times in seconds.items()
+        for method, time in zip(methods, times, strict=True)
+        for place in range(2)
+    ]
+    rows = build_rows(found, [], {}, RowFacts("model", 0.0, "abc", ("one", "two"), methods))
+    over = {(row["task"], row["method"]): row["over_best_chain"] for row in rows}
+    assert over["one", "auto"] == {"method": "dflash:4", "ratio": 2.0, "ci": [2.0, 2.0]}  # though dflash:8 is best here
+    assert over["two", "auto"]["ratio"] == pytest.approx(2 / 3) and over["two", "auto"]["method"] == "dflash:4"
+    assert over["mean", "auto"]["ratio"] == pytest.approx((2 + 2 / 3) / 2)
+    assert over["mean", "auto"]["ci"] == pytest.approx([(2 + 2 / 3) / 2] * 2)
+    assert over["mean", "dflash:8"]["ratio"] == pytest.approx((1.5 + 0.5) / 2)
+    assert over["one", "dflash:4"] is None and over["mean", "dflash:4"] is None
+    alone = build_rows(found, [], {}, RowFacts("model", 0.0, "abc", ("one", "two"), ("ar", "auto")))
+    assert {row["over_best_chain"] for row in alone} == {None}
+
+
 def test_one_task_needs_no_mean() -> None:
     rows = build_rows(answers("one", 2.0), [], {}, RowFacts("model", 0.0, "abc", ("one",), METHODS))
     assert {row["task"] for row in rows} == {"one"}

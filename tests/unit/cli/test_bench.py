@@ -70,6 +70,34 @@ def test_the_papers_method_is_left_out_by_default_where_it_was_not_trained(
     assert "blockpilot" not in spoken.out and "chain-step, step, auto" in spoken.out
 
 
+@pytest.mark.parametrize("more", [[], ["--quick"]])
+def test_eagle3_is_left_out_by_default_where_none_ships(
+    folder: Path, model_cache: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    models = ["--target", "org/model", "--drafter", str(folder / "drafter"), "--tasks", "gsm8k"]
+    assert main(["bench", *models, "--dry-run", *more]) == 0
+    spoken = capsys.readouterr()
+    names = "eagle3" if more else "eagle3, eagle3-tree"
+    assert f"left out: {names}: no EAGLE-3 drafter ships for org/model" in spoken.err
+    assert "eagle3" not in spoken.out and "dflash:16" in spoken.out
+    assert main(["bench", *models, "--dry-run", "--eagle3", "folder", *more]) == 0
+    spoken = capsys.readouterr()
+    assert "EAGLE-3" not in spoken.err and names in spoken.out
+
+
+def test_a_dry_run_looks_at_the_device_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for device, line in (("tpu", "unknown device 'tpu': use cpu or cuda"), ("cuda", "PyTorch sees no GPU here")):
+        assert main(["bench", "--quick", "--dry-run", "--device", device]) == 2
+        spoken = capsys.readouterr()
+        assert spoken.out == "" and line in spoken.err and spoken.err.count("\n") == 1
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert main(["bench", "--quick", "--dry-run", "--device", "cuda", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] < 10
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

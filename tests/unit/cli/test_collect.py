@@ -117,7 +117,7 @@ def test_cuda_without_a_gpu(folder: Path, tmp_path: Path, capsys: pytest.Capture
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert main(words(folder, tmp_path, "--device", "cuda")) == 2
-    assert "PyTorch sees no GPU here: use --device cpu" in capsys.readouterr().err
+    assert "PyTorch sees no GPU here: use the device cpu" in capsys.readouterr().err
 
 
 def test_options_of_ray_are_checked_first(

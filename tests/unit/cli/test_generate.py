@@ -138,6 +138,14 @@ def test_flags_reach_the_engine(fake_llm):
 
 
 @pytest.mark.parametrize(
+    ("words", "dtype"), [([], "float32"), (["cuda"], "bfloat16"), (["cuda", "--dtype", "float16"], "float16")]
+)
+def test_the_dtype_suits_the_device(words, dtype, fake_llm):
+    assert main(["generate", "Hi", *(["--device", *words] if words else [])]) == 0
+    assert fake_llm.made[0].config.dtype == dtype
+
+
+@pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["Hi", "--max-new-tokens", "abc"], "--max-new-tokens"),
@@ -151,6 +159,7 @@ def test_flags_reach_the_engine(fake_llm):
         (["Hi", "--stop", ""], "stop string is empty"),
         (["Hi", "--stop", "a\udcff"], "stop string is not valid UTF-8 at byte 1"),
         (["Hi", "--dtype", "int8"], "unknown dtype"),
+        (["Hi", "--device", "mps"], "unknown device 'mps': use cpu or cuda"),
         (["Hi", "--context-length", "1"], "context_length"),
         (["Hi", "--pilot", "nope"], "unknown pilot"),
         (["Hi", "--pilot", "fixed:0"], "fixed:0"),

@@ -85,6 +85,7 @@ def test_a_finished_run_has_nothing_to_do(
         ("synthesize", ["--rows", "-1"], "--rows must be at least 0"),
         ("synthesize", ["--prompts", "gone.txt"], "prompt file gone.txt does not exist"),
         ("synthesize", ["--device", "toaster"], "unknown device 'toaster'"),
+        ("synthesize", ["--device", "mps"], "unknown device 'mps': use cpu or cuda"),
         ("synthesize", ["--dtype", "int3"], "unknown dtype 'int3'"),
         ("train-drafter", ["--layers", "0"], "--layers must be at least 1"),
         ("train-drafter", ["--taps", "a,b"], "--taps 'a,b': give a count, or layer numbers"),
@@ -110,7 +111,7 @@ def test_cuda_without_a_gpu(target: Path, tmp_path: Path, capsys: pytest.Capture
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert main(["synthesize", "--target", str(target), "--out", str(tmp_path), "--device", "cuda"]) == 2
-    assert "PyTorch sees no GPU here: use --device cpu" in capsys.readouterr().err
+    assert "PyTorch sees no GPU here: use the device cpu" in capsys.readouterr().err
 
 
 def test_a_stop_has_the_exit_code_of_its_signal(

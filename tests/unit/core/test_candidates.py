@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from blockpilot.core.candidates import Candidates
+from tests.support import child_log_probs
 
 TOKEN_IDS = np.array([[1, 2], [3, 4], [5, 6]], dtype=np.int64)
 LOG_PROBS = np.log(np.array([[0.6, 0.3], [0.5, 0.2], [0.4, 0.1]], dtype=np.float32))
@@ -17,21 +18,6 @@ def test_no_positions():
     assert (empty.num_positions, empty.width) == (0, 1)
 
 
-def test_independent_positions_ignore_the_parent():
-    candidates = Candidates(TOKEN_IDS, LOG_PROBS)
-    for rank in (0, 1):
-        np.testing.assert_array_equal(candidates.child_log_probs(1, rank), LOG_PROBS[1])
-
-
-def test_pairwise_scores_depend_on_the_parent():
-    pairwise = np.arange(8, dtype=np.float32).reshape(2, 2, 2)
-    first = np.array([-1.0, -2.0], dtype=np.float32)
-    candidates = Candidates(TOKEN_IDS, LOG_PROBS, first=first, pairwise=pairwise)
-    np.testing.assert_array_equal(candidates.child_log_probs(0, 0), first)
-    np.testing.assert_array_equal(candidates.child_log_probs(1, 1), pairwise[0, 1])
-    np.testing.assert_array_equal(candidates.child_log_probs(2, 0), pairwise[1, 0])
-
-
 @pytest.mark.parametrize("is_pairwise", [False, True])
 def test_best_children_have_the_best_scores(is_pairwise: bool) -> None:
     random = np.random.default_rng(0)
@@ -42,7 +28,7 @@ def test_best_children_have_the_best_scores(is_pairwise: bool) -> None:
     assert len(best) == 4
     for position in range(4):
         for parent in range(3 if position else 1):
-            assert best[position][parent] == int(candidates.child_log_probs(position, parent).argmax())
+            assert best[position][parent] == int(child_log_probs(candidates, position, parent).argmax())
 
 
 def test_arrays_that_compiled_code_can_read() -> None:

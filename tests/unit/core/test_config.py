@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from blockpilot.core.config import EngineConfig, cache_dir
+from blockpilot.core.config import EngineConfig, cache_dir, default_dtype, device_type
 from blockpilot.core.errors import InputError
 
 
@@ -29,7 +29,14 @@ def test_defaults_are_valid_and_frozen():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_slots", 0), ("token_budget", 0), ("context_length", 1), ("context_length", -5), ("dtype", "int8")],
+    [
+        ("num_slots", 0),
+        ("token_budget", 0),
+        ("context_length", 1),
+        ("context_length", -5),
+        ("dtype", "int8"),
+        ("device", "mps"),
+    ],
 )
 def test_bad_values_are_named(field, value):
     with pytest.raises(InputError, match=field):
@@ -39,3 +46,22 @@ def test_bad_values_are_named(field, value):
 def test_unknown_keys_are_an_error_that_names_the_key():
     with pytest.raises(TypeError, match="num_slotz"):
         EngineConfig(num_slotz=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"),
+    [
+        ("cpu", "cpu", "float32"),
+        ("cpu:0", "cpu", "float32"),
+        ("cuda", "cuda", "bfloat16"),
+        ("cuda:1", "cuda", "bfloat16"),
+    ],
+)
+def test_a_device_has_a_type_and_a_usual_dtype(name, kind, dtype):
+    assert (device_type(name), default_dtype(name)) == (kind, dtype)
+
+
+@pytest.mark.parametrize("name", ["", "tpu", "mps", "meta", "xpu:0", "CUDA", "cuda:", "cuda:x", "cuda:01", "cudax"])
+def test_other_devices_are_named(name):
+    with pytest.raises(InputError, match=f"unknown device '{name}': use cpu or cuda"):
+        device_type(name)

@@ -46,6 +46,20 @@ def test_an_empty_text_is_refused(prompt: str) -> None:
         make_llm().generate(prompt, is_raw=True)
 
 
+def test_a_prompt_of_token_ids_stands_in_a_list_of_prompts() -> None:
+    llm = make_llm()
+    with pytest.raises(InputError, match=r"prompts holds numbers: give one prompt of token ids as \[\[\.\.\.\]\]"):
+        llm.generate([1, 2, 3], PARAMS)  # type: ignore[list-item]
+    assert len(llm.generate([[1, 2, 3]], PARAMS)) == 1
+    assert_idle(llm)
+
+
+def test_pilots_may_be_named_one_for_each_prompt() -> None:
+    llm = make_llm(drafter=make_dflash())
+    plain, drafted = llm.generate(["abc", "hello"], PARAMS, pilot=["ar", "fixed:4"], is_raw=True)
+    assert {step.block_size for step in plain.steps} == {1} and 4 in {step.block_size for step in drafted.steps}
+
+
 def test_the_longest_prompt_leaves_room_for_one_token() -> None:
     completion = make_llm().generate([[1] * (CONTEXT_LENGTH - 1)], PARAMS)[0]
     assert (completion.num_tokens, completion.finish_reason) == (1, "length")

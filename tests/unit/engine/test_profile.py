@@ -4,11 +4,15 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from blockpilot import SamplingParams
 from blockpilot.cli.main import main
+from blockpilot.cli.profile import BATCH_SIZES
+from blockpilot.core.config import EngineConfig
 from blockpilot.core.errors import InputError
 from blockpilot.engine import llm as llm_module
 from blockpilot.engine import profile as profile_module
@@ -21,9 +25,12 @@ from blockpilot.engine.profile import (
     profile_path,
     read_profile,
     remember,
+    usual_batch_sizes,
 )
 from blockpilot.engine.step_timing import GPU_TOTALS, MAX_TOKENS, ProfilePlan
-from blockpilot.pilots.cost_model import StepCosts
+from blockpilot.models import loading
+from blockpilot.models.loading import LoadedTarget
+from blockpilot.pilots.cost_model import CostPoint, StepCosts
 from tests.tiny import make_dflash, make_eagle3, make_llm, make_target
 
 PLAN = ProfilePlan(draft_sizes=(2, 4, 32), verify_totals=(1, 2, 4, 8), contexts=(20,), num_rounds=2)
@@ -75,11 +82,53 @@ def test_a_gpu_is_measured_with_a_full_batch_too(monkeypatch: pytest.MonkeyPatch
     assert ensure_costs(llm) == costs
 
 
-def test_a_careful_profile_of_one_request_is_kept_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_careful_profile_of_one_request_is_kept_but_serves_no_batch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(profile_module, "MAX_ERROR", 1e9)  # tiny passes jitter
     llm = make_drafted()
     monkeypatch.setattr(llm, "device_type", "cuda")
-    costs = remember(measure(llm, PLAN))
-    assert ensure_costs(llm) == costs
+    careful = remember(measure(llm, PLAN))
+    assert {point.batch_size for point in ensure_costs(llm).verify} == {1, 4}
+    assert "blockpilot profile --batch-sizes 1,4`" in caplog.text
+    assert load_profile(profile_key(llm)) == careful
+    alone = make_llm(drafter=make_dflash(is_second=True), num_slots=1)
+    monkeypatch.setattr(alone, "device_type", "cuda")
+    assert ensure_costs(alone) == careful
+
+
+@pytest.mark.parametrize(
+    ("measured", "num_slots", "serves"),
+    [
+        ((1,), 1, True),
+        ((1,), 64, False),
+        ((1, 4, 16, 64), 1, True),
+        ((1, 4, 16, 64), 8, True),
+        ((1, 4, 16, 64), 64, True),
+        ((1, 4, 16, 64), 127, True),
+        ((1, 4, 16, 64), 128, False),
+        ((1, 64), 64, False),  # between batches costs do not run straight
+        ((64,), 1, False),
+    ],
+)
+def test_remembered_costs_serve_engines_whose_batches_they_cover(
+    monkeypatch: pytest.MonkeyPatch, measured: tuple[int, ...], num_slots: int, serves: bool
+) -> None:
+    llm = make_drafted()
+    monkeypatch.setattr(llm, "device_type", "cuda")
+    monkeypatch.setattr(llm.engine.runner, "cache", SimpleNamespace(num_free=num_slots))
+    points = tuple(CostPoint(1, 1.0, size) for size in measured)
+    known = remember(StepCosts(verify=points, key=profile_key(llm)))
+
+    def stop(*_: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(profile_module, "measure", stop)
+    if serves:
+        assert ensure_costs(llm) == known
+    else:
+        with pytest.raises(InterruptedError):
+            ensure_costs(llm)
 
 
 def test_costs_are_measured_once_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,10 +200,11 @@ def test_auto_weighs_what_was_measured() -> None:
 
 @pytest.fixture
 def _tiny_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(target: str, *, drafter: str, pilot: str, config: object, progress: object) -> LLM:
-        return LLM(make_target(), drafter=make_dflash(), pilot=pilot, config=config)  # type: ignore[arg-type]
+    def build(target: LoadedTarget, *, drafter: str, pilot: str, config: EngineConfig) -> LLM:
+        return LLM(target, drafter=make_dflash(), pilot=pilot, config=config)
 
     monkeypatch.setattr(llm_module, "LLM", build)
+    monkeypatch.setattr(loading, "load_target", lambda *_: make_target())
 
 
 @pytest.mark.usefixtures("_tiny_command")
@@ -170,6 +220,38 @@ def test_the_command_prints_a_table_then_remembers(capsys: pytest.CaptureFixture
     created = found["verify"]
     assert main([*words, "--json", "--force"]) == 0
     assert json.loads(capsys.readouterr().out)["verify"] != created
+
+
+@pytest.mark.usefixtures("_tiny_command")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--device", "cpu"], ("float32", 1, 400)),
+        (["--device", "cuda"], ("bfloat16", 64, 400)),  # all that the target holds
+        (["--device", "cuda", "--contexts", "32"], ("bfloat16", 64, 288)),
+        (["--device", "cuda", "--batch-sizes", "3", "--dtype", "float16"], ("float16", 3, 400)),
+    ],
+)
+def test_a_gpu_is_measured_as_its_engines_will_ask(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], expected: tuple[str, int, int]
+) -> None:
+    made: list[EngineConfig] = []
+
+    def stop(target: LoadedTarget, *, config: EngineConfig, **_: object) -> LLM:
+        made.append(config)
+        raise InputError("enough")
+
+    target = make_target()
+    target.decoder.config = replace(target.decoder.config, context_length=400)
+    monkeypatch.setattr(loading, "load_target", lambda *_: target)
+    monkeypatch.setattr(llm_module, "LLM", stop)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert main(["profile", *words]) == 2
+    assert (made[0].dtype, made[0].num_slots, made[0].context_length) == expected
+
+
+def test_the_commands_own_batch_sizes_serve_an_engine_of_64_slots() -> None:
+    assert ",".join(map(str, usual_batch_sizes(64))) == BATCH_SIZES["cuda"]
 
 
 @pytest.mark.usefixtures("_tiny_command")

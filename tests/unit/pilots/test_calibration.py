@@ -12,6 +12,7 @@ from blockpilot.pilots.calibration import (
     sigmoid,
 )
 from blockpilot.pilots.fitting import calibration_rows, fit_calibration
+from tests.support import child_log_probs
 from tests.unit.pilots.pieces import make_drafts, random_candidates, true_probabilities
 
 TRUTH = np.array([[-0.4, 1.0], [-0.7, 0.9], [-1.0, 0.8], [-1.3, 0.7]])
@@ -21,10 +22,10 @@ TRUTH = np.array([[-0.4, 1.0], [-0.7, 0.9], [-1.0, 0.8], [-1.3, 0.7]])
 def test_without_a_fit_scores_are_taken_at_their_word(is_pairwise: bool) -> None:
     candidates = random_candidates(0, is_pairwise=is_pairwise)
     first, later = Calibration.identity().probabilities(candidates)
-    np.testing.assert_allclose(first, np.exp(candidates.child_log_probs(0, 0)), rtol=1e-4)
+    np.testing.assert_allclose(first, np.exp(child_log_probs(candidates, 0, 0)), rtol=1e-4)
     for position in range(1, candidates.num_positions):
         for parent in range(candidates.width):
-            expected = np.exp(candidates.child_log_probs(position, parent))
+            expected = np.exp(child_log_probs(candidates, position, parent))
             np.testing.assert_allclose(later[position - 1, parent], expected, rtol=1e-4)
 
 
@@ -37,7 +38,7 @@ def test_probabilities_are_the_logistic_model_of_the_features(is_pairwise: bool)
     first, later = Calibration(weights).probabilities(candidates, width=3)
     for position in range(candidates.num_positions):
         for parent in range(3 if position else 1):
-            scores = candidates.child_log_probs(position, parent)[:3]
+            scores = child_log_probs(candidates, position, parent)[:3]
             rows = feature_rows(scores, candidates.log_probs[position, :3], np.array(parent))
             expected = sigmoid(rows @ weights[min(position, 2)])
             found = later[position - 1, parent] if position else first

@@ -21,6 +21,7 @@ from blockpilot.pilots.growth import (
     proposed_nodes,
     smallest_rises,
 )
+from tests.support import child_log_probs
 
 POSITIONS, WIDTH = 4, 3
 TOKEN_IDS = np.arange(POSITIONS * WIDTH, dtype=np.int64).reshape(POSITIONS, WIDTH) + 100
@@ -45,7 +46,7 @@ def score_every_path(candidates: Candidates) -> dict[tuple[int, ...], float]:
     for depth in range(1, candidates.num_positions + 1):
         for ranks in product(range(candidates.width), repeat=depth):
             parents = (0, *ranks)
-            steps = [candidates.child_log_probs(d, parents[d])[rank] for d, rank in enumerate(ranks)]
+            steps = [child_log_probs(candidates, d, parents[d])[rank] for d, rank in enumerate(ranks)]
             path = tuple(int(candidates.token_ids[d, rank]) for d, rank in enumerate(ranks))
             scores[path] = float(np.sum(steps, dtype=np.float64))
     return scores
@@ -86,7 +87,7 @@ def test_chain_follows_the_best_child_of_each_node(max_nodes: int, is_pairwise: 
     assert len(nodes) == min(max_nodes, POSITIONS)
     rank = 0
     for position, (parent, token_id) in enumerate(nodes):
-        rank = max(range(WIDTH), key=lambda child: candidates.child_log_probs(position, rank)[child])
+        rank = max(range(WIDTH), key=lambda child: child_log_probs(candidates, position, rank)[child])
         assert (parent, token_id) == (position, TOKEN_IDS[position, rank])
 
 

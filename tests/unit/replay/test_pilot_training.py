@@ -116,6 +116,8 @@ def test_too_few_and_missing_traces_are_named(
     assert not (tmp_path / "p").exists()
     assert main(["train-pilot", "--traces", *both, "--held-out", held_out, "--kind", "prefill", *out]) == 2
     assert "block size 6 is not in the traces" in capsys.readouterr().err
+    assert main(["train-pilot", "--kind", "prefill", "--traces", *both, "--device", "mps", *out]) == 2
+    assert "unknown device 'mps': use cpu or cuda" in capsys.readouterr().err
 
 
 def test_the_command_alone_builds_the_papers_pilot_from_shipped_traces(

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 SPEEDS = {"ar": 1.0, "ngram": 0.9, "dflash:4": 1.5, "dflash:8": 1.4, "dflash:16": 0.7, "best-fixed": 1.5, "auto": 1.75}
+SPEEDS |= {"tree:15": 1.6, "eagle3-tree": 1.2}
 TAUS = {"ar": 1.0, "ngram": 1.2, "dflash:4": 2.5, "dflash:8": 3.0, "dflash:16": 3.25, "best-fixed": 2.5, "auto": 2.75}
+TAUS |= {"tree:15": 3.0, "eagle3-tree": 2.0}
 COST_POINTS = [
     {"tokens": tokens, "ms": tokens + batch, "batch_size": batch, "context_length": 256}
     for batch in (1, 4)
@@ -37,6 +39,7 @@ def make_row(task: str, method: str, **values: Any) -> dict[str, Any]:
         "manifest": "abc",
         "largest_gap": None,
         "over_best_fixed": {"ratio": speed / 1.5, "ci": [speed / 1.5 - 0.05, speed / 1.5 + 0.05]},
+        "over_best_chain": {"method": "dflash:4", "ratio": speed / 1.5, "ci": [speed / 1.5 - 0.05, speed / 1.5 + 0.05]},
     }
     if task != "mean":
         row |= {

@@ -3,16 +3,25 @@
 import importlib.util
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from blockpilot.core.errors import InputError
 from blockpilot.report.answer_view import draw_tokens
 from blockpilot.report.build import build_report
 from blockpilot.report.figures.lengths import acceptance, count_best
+from blockpilot.report.figures.speed import draw_speed_by_size
+from blockpilot.report.figures.style import SETTINGS
 from blockpilot.report.notes import write_notes
 from blockpilot.report.run_data import read_run
+from blockpilot.report.tables import details_table
 from tests.unit.report.pieces import SPEEDS, make_row, write_run
 
 FIGURES = ["speedups", "speed-by-size", "tau-by-size", "best-sizes", "acceptance", "time-split", "step-costs"]
@@ -69,14 +78,69 @@ def test_notes_are_honest(tmp_path: Path) -> None:
     assert "No mismatch with plain decoding" in notes
     assert "dflash:16 loses against plain decoding on GSM8K (0.70x), MT-Bench (0.70x)." in notes
     assert "ngram loses" in notes and "auto runs at 1.17 times best-fixed (1.12 to 1.22)." in notes
-    assert "repeats itself (GSM8K 25%" in notes and "2 prompts in the smallest task" in notes
-    rows = [make_row("gsm8k", "ar"), make_row("gsm8k", "auto", mismatches=1, near_ties=2, largest_gap=3e-5)]
+    assert "repeats itself (GSM8K 25%" in notes
+    assert "2 prompts in the smallest task: with fewer than 64 a figure of one task is no claim." in notes
+    rows = [make_row("gsm8k", "ar"), make_row("gsm8k", "auto", mismatches=1, near_ties=2, largest_gap=0.75)]
     rows.append(make_row("gsm8k", "ngram", speedup_ci=None))
-    odd = {"task": "gsm8k", "method": "auto", "prompt_id": "x", "position": 7, "is_near_tie": False}
-    broken = "\n".join(write_notes(read_run(write_run(tmp_path / "b", rows, differences=[odd]))))
+    odd = {"task": "gsm8k", "method": "auto", "prompt_id": "x", "position": 7, "is_near_tie": False, "gap": 0.75}
+    ties = [odd | {"is_near_tie": True, "gap": gap} for gap in (3e-5, 2e-5)]
+    broken = "\n".join(write_notes(read_run(write_run(tmp_path / "b", rows, differences=[odd, *ties]))))
     assert "NOT LOSSLESS: 1 mismatch with plain decoding: GSM8K auto (x, token 7)." in broken
     assert "2 near-ties" in broken and "largest gap 3e-05" in broken
     assert "not for certain: ngram on GSM8K (0.90x)" in broken
+
+
+def test_without_best_fixed_the_best_size_in_hindsight_is_named(tmp_path: Path) -> None:
+    methods = ("ar", "dflash:4", "dflash:8", "auto")
+    rows = [make_row("gsm8k", method, over_best_fixed=None) for method in methods]
+    hindsight = "best-fixed was not measured; the best of the measured sizes in hindsight is dflash:4 (1.50x)"
+    notes = write_notes(read_run(write_run(tmp_path / "new", rows)))
+    assert f"{hindsight}, auto is at 1.75x, 1.17 times dflash:4 (1.12 to 1.22)." in notes
+    rows[-1]["over_best_chain"]["ci"] = None
+    assert "1.17 times dflash:4 (no interval)." in "\n".join(write_notes(read_run(write_run(tmp_path / "one", rows))))
+    for row in rows:
+        del row["over_best_chain"]  # as rows were before
+    assert f"{hindsight}, auto is at 1.75x." in write_notes(read_run(write_run(tmp_path / "old", rows)))
+    assert f"{hindsight}." in write_notes(read_run(write_run(tmp_path / "chains", rows[:-1])))
+
+
+def test_seconds_to_the_first_token_are_shown_as_milliseconds(tmp_path: Path) -> None:
+    rows = [make_row("gsm8k", "ar", time_to_first_token=0.0042)]
+    table = details_table(read_run(write_run(tmp_path, rows)))
+    assert table.rows[0][table.headings.index("First token, ms")].text == "4.2"
+
+
+def legend_of(rows: list[dict[str, Any]], folder: Path) -> tuple[Figure, list[Text]]:
+    with rc_context(SETTINGS):
+        figure = draw_speed_by_size(read_run(write_run(folder, rows)))
+        assert isinstance(figure, Figure)
+        FigureCanvasAgg(figure).draw()
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    return figure, legend.get_texts()
+
+
+def test_all_other_methods_are_lines_across(tmp_path: Path) -> None:
+    rows = [make_row("gsm8k", method) for method in SPEEDS]
+    rows[0]["tokens_per_second"] = 19130.0
+    texts = [text.get_text() for text in legend_of(rows, tmp_path)[1]]
+    assert texts == [
+        "fixed chain, dflash:B",
+        "ar, 19,130",
+        "auto, 70.0",
+        "tree:15, 64.0",
+        "best-fixed, 60.0",
+        "eagle3-tree, 48.0",
+        "ngram, 36.0",
+    ]
+
+
+def test_the_names_of_many_lines_stay_legible(tmp_path: Path) -> None:
+    trees = [make_row("gsm8k", "tree:15") | {"method": f"tree:{size}"} for size in range(2, 30)]
+    figure, texts = legend_of([make_row("gsm8k", method) for method in SPEEDS] + trees, tmp_path)
+    boxes = [text.get_window_extent() for text in texts]
+    assert all(above.y0 >= below.y1 for above, below in pairwise(boxes))
+    assert boxes[0].y1 <= figure.bbox.y1 and boxes[-1].y0 >= figure.bbox.y0
 
 
 def test_missing_data_leaves_a_sentence(tmp_path: Path) -> None:

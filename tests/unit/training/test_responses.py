@@ -25,6 +25,14 @@ def test_round_trip_through_shards(tmp_path: Path) -> None:
     assert (len(texts), texts.num_answer_tokens) == (3, 5)
 
 
+def test_shards_of_two_runs_in_one_folder_are_read_together(tmp_path: Path) -> None:
+    for name, texts in (("a", TEXTS[:2]), ("b", TEXTS[2:])):
+        folder = ResponseFolder(tmp_path / name)
+        folder.write_shard(0, texts)
+        folder.shard_path(0).rename(tmp_path / f"shard-{name}-00000.safetensors")
+    assert len(ResponseFolder(tmp_path).read()) == 3
+
+
 @pytest.mark.parametrize(("largest", "dtype"), [(65535, torch.uint16), (65536, torch.int32)])
 def test_ids_take_as_few_bytes_as_they_need(tmp_path: Path, largest: int, dtype: torch.dtype) -> None:
     folder = ResponseFolder(tmp_path)

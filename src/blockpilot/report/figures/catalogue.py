@@ -30,7 +30,7 @@ CATALOGUE = (
     Kind(
         "speed-by-size",
         "Speed by block size",
-        "Fixed DFlash chains by block size, and the other methods as lines across.",
+        "Fixed DFlash chains by block size, and the other methods as lines across, named from the fastest down.",
         draw_speed_by_size,
     ),
     Kind(

@@ -5,13 +5,13 @@ import math
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from blockpilot.report.figures.style import BLACK, BLUE, GREEN, GREY, LIGHT, ORANGE, RED, SKY, WIDTH, family
+from blockpilot.report.figures.style import BLACK, BLUE, GREY, LIGHT, LINES, ORANGE, RED, SKY, WIDTH, family
 from blockpilot.report.run_data import Row, Run, task_title
-from blockpilot.report.tables import mean_or_only
+from blockpilot.report.tables import format_speed, mean_or_only
 
 PANELS_PER_LINE = 5
 PARTS = {"draft": (ORANGE, "////"), "verify": (SKY, ""), "pilot": (RED, "xxxx"), "other": (LIGHT, "")}
-COMPARED = ("ar", "ngram", "eagle3", "best-fixed", "blockpilot", "chain-step", "step", "auto")
+LINE_COLOURS = {"ar": GREY, "ngram": BLACK}  # where the colour of bars is too light for a line
 
 
 def draw_speedups(run: Run) -> Figure | str:
@@ -61,22 +61,16 @@ def draw_speed_by_size(run: Run) -> Figure | str:
     sizes = run.fixed_sizes
     if len(sizes) < 2:
         return "it needs dflash:B for two block sizes or more"
-    figure = Figure(figsize=(WIDTH, 3.1), layout="constrained")
-    axes = figure.subplots()
     column = mean_or_only(run)
+    others = _other_speeds(run, column)
+    figure = Figure(figsize=(WIDTH, max(3.1, 0.7 + 0.19 * len(others))), layout="constrained")
+    axes = figure.subplots()
     speeds = [run.value(column, method, "tokens_per_second") for method in sizes.values()]
     axes.plot(list(sizes), speeds, color=BLUE, marker="o", label="fixed chain, dflash:B")
-    looks = {"ar": ("-", GREY), "best-fixed": ((0, (1, 1)), BLUE), "auto": ("-", RED), "step": ("--", RED)}
-    looks |= {
-        "chain-step": ("-.", RED),
-        "blockpilot": ("--", ORANGE),
-        "eagle3": (":", "#CC79A7"),
-        "ngram": (":", GREEN),
-    }
-    for method in COMPARED:
-        if (speed := run.value(column, method, "tokens_per_second")) is not None:
-            line, colour = looks[method]
-            axes.axhline(speed, linestyle=line, color=colour, label=f"{method}, {speed:.4g}")
+    for place, (method, speed) in enumerate(others.items()):
+        look = {"linestyle": LINES[place % len(LINES)], "linewidth": 1.6 if place < len(LINES) else 0.8}
+        colour = LINE_COLOURS.get(method.partition(":")[0], family(method)[0])
+        axes.axhline(speed, color=colour, label=f"{method}, {format_speed(speed)}", **look)
     choice = run.manifest.get("best_fixed")
     if choice and (speed := run.value(column, "best-fixed", "tokens_per_second")) is not None:
         axes.plot(choice["size"], speed, color=BLUE, marker="*", markersize=11, linestyle="")  # where it was chosen
@@ -86,6 +80,13 @@ def draw_speed_by_size(run: Run) -> Figure | str:
     axes.grid(axis="y")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
+
+
+def _other_speeds(run: Run, column: str) -> dict[str, float]:
+    """Methods that are no fixed chains, the fastest first: so the legend has the order of the lines."""
+    speeds = {method: run.value(column, method, "tokens_per_second") for method in run.methods}
+    found = {m: s for m, s in speeds.items() if s is not None and not m.startswith("dflash:")}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def draw_time_split(run: Run) -> Figure | str:

@@ -1,0 +1,12 @@
+"""From the name of a device to PyTorch's own: the only file of this layer that imports PyTorch."""
+
+import torch
+
+from blockpilot.core.config import device_type
+from blockpilot.core.errors import InputError
+
+
+def resolve_device(name: str) -> torch.device:
+    if device_type(name) == "cuda" and not torch.cuda.is_available():
+        raise InputError("device cuda was asked for, but PyTorch sees no GPU here: use the device cpu")
+    return torch.device(name)

@@ -61,8 +61,9 @@ def random_masks(num_requests: int, count: int) -> Tensor:
         (32, 8, 128, 1, 64, 8, True, 1),
     ],
 )
+@pytest.mark.parametrize("context", [512, 1 << 30])
 def test_attention(  # type: ignore[no-untyped-def]
-    kernels, dtype, num_heads, num_kv, dim, num_requests, count, num_splits, has_norm, num_parts
+    kernels, context, dtype, num_heads, num_kv, dim, num_requests, count, num_splits, has_norm, num_parts
 ) -> None:
     torch.manual_seed(0)
     num_tokens = num_requests * count
@@ -80,11 +81,11 @@ def test_attention(  # type: ignore[no-untyped-def]
         q = module.rotate_store(
             qkv, positions, (angles.cos(), angles.sin()), norms, 1e-6, keys, values, slots, starts, num_heads, dtype
         )
-        mixed = module.attend(q, keys, values, slots, starts, masks, num_splits, 512)
+        mixed = module.attend(q, keys, values, slots, starts, masks, num_splits, context)
         fused_keys, fused_values = (cache.clone() for cache in caches)
         fused = module.rotate_attend(
             qkv, positions, (angles.cos(), angles.sin()), norms, 1e-6, fused_keys, fused_values, slots, starts, masks,
-            num_heads, dtype, num_splits, 512,
+            num_heads, dtype, num_splits, context,
         )  # fmt: skip
         results.append((q, keys, values, mixed, fused_keys, fused_values, fused))
     for found, expected in zip(*results, strict=True):

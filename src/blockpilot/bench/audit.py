@@ -50,36 +50,55 @@ def find_differences(
     talks: dict[tuple[str, str, str, int], list[Answer]] = {}
     for answer in sorted(answers, key=lambda answer: answer.turn):
         talks.setdefault((answer.task, answer.method, answer.prompt_id, answer.repeat), []).append(answer)
-    found = []
+    parted: dict[tuple[str, str, int, int | None], list[Answer]] = {}  # by task, prompt, turn and first other token
     for (task, _, prompt_id, _), talk in talks.items():
         ours = next((a for a in talk if a.token_ids != plain[task, prompt_id, a.turn].token_ids), None)
         if ours is not None:
-            reference = [plain[task, prompt_id, turn] for turn in range(ours.turn + 1)]
-            found.append(_examine(ours, reference, places[task, prompt_id], llm, config))
+            position = _first_other(ours.token_ids, plain[task, prompt_id, ours.turn].token_ids)
+            parted.setdefault((task, prompt_id, ours.turn, position), []).append(ours)
+    found: list[Difference] = []
+    for (task, prompt_id, turn, position), those in parted.items():
+        reference = [plain[task, prompt_id, earlier] for earlier in range(turn + 1)]
+        found += _examine(those, position, reference, places[task, prompt_id], llm, config)
     return found
 
 
-def _examine(ours: Answer, reference: Sequence[Answer], place: Place, llm: LLM, config: BenchConfig) -> Difference:
-    """`reference` holds the plain answers of all turns up to the one that differs."""
-    expected = reference[-1].token_ids
-    pairs = zip(ours.token_ids, expected, strict=False)
-    position = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
-    gap = None
+def _first_other(ours: Sequence[int], expected: Sequence[int]) -> int | None:
+    """None where one text ends and the other goes on."""
+    return next((index for index, (a, b) in enumerate(zip(ours, expected, strict=False)) if a != b), None)
+
+
+def _examine(
+    those: Sequence[Answer],
+    position: int | None,
+    reference: Sequence[Answer],
+    place: Place,
+    llm: LLM,
+    config: BenchConfig,
+) -> list[Difference]:
+    """Answers that part from the plain one at the same token; `reference` holds the plain answers up to that turn."""
+    expected, scores = reference[-1].token_ids, None
     if position is not None:
         prompt_ids = encode_turn(llm.tokenizer, place.prompt, [answer.text for answer in reference[:-1]])
         scores = _scores(llm, prompt_ids + expected[:position], config.params(place.seed))
-        both = scores[[ours.token_ids[position], expected[position]]]
-        gap = float(scores.max() - both.min())
-    return Difference(
-        task=ours.task,
-        method=ours.method,
-        prompt_id=ours.prompt_id,
-        repeat=ours.repeat,
-        turn=ours.turn,
-        position=min(len(ours.token_ids), len(expected)) if position is None else position,
-        gap=gap,
-        is_near_tie=gap is not None and gap <= GAPS[llm.config.dtype],
-    )
+    found = []
+    for ours in those:
+        gap = None
+        if position is not None and scores is not None:
+            gap = float(scores.max() - scores[[ours.token_ids[position], expected[position]]].min())
+        found.append(
+            Difference(
+                task=ours.task,
+                method=ours.method,
+                prompt_id=ours.prompt_id,
+                repeat=ours.repeat,
+                turn=ours.turn,
+                position=min(len(ours.token_ids), len(expected)) if position is None else position,
+                gap=gap,
+                is_near_tie=gap is not None and gap <= GAPS[llm.config.dtype],
+            )
+        )
+    return found
 
 
 @torch.inference_mode()

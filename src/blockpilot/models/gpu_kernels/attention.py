@@ -165,7 +165,8 @@ def _rotate_attend(  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     q, keys, values, slots, starts, masks, out, partial, stats, scale, slot_stride, capacity, num_rows, count,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, IS_SHORT: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     if IS_OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -183,12 +184,14 @@ def _attend(  # type: ignore[no-untyped-def]
     chunk = tl.cdiv(tl.cdiv(total, SPLITS), BLOCK) * BLOCK
     first = split * chunk
     last = tl.minimum(first + chunk, total)
-    # what earlier passes stored does not depend on the kernel before: the first tile is loaded while that one ends
     columns = first + tl.arange(0, BLOCK)
     offsets = base + columns.to(tl.int64)[:, None] * DIM + dims[None, :]
-    is_old = (columns < tl.minimum(last, start))[:, None] & is_dim[None, :]
-    key_tile = tl.load(keys + offsets, mask=is_old, other=0.0)
-    value_tile = tl.load(values + offsets, mask=is_old, other=0.0)
+    if IS_SHORT:
+        # what earlier passes stored does not depend on the kernel before: the first tile is loaded while that one ends.
+        # In long loops a tile of its own costs more than it saves
+        is_old = (columns < tl.minimum(last, start))[:, None] & is_dim[None, :]
+        key_tile = tl.load(keys + offsets, mask=is_old, other=0.0)
+        value_tile = tl.load(values + offsets, mask=is_old, other=0.0)
     if IS_OVERLAPPED:
         tl.extra.cuda.gdc_wait()
 
@@ -199,14 +202,15 @@ def _attend(  # type: ignore[no-untyped-def]
     is_place = is_row[:, None] & is_dim[None, :]
     if first < last:
         queries = tl.load(q + places, mask=is_place, other=0.0)
-        if first + BLOCK > start:
-            is_new = ((columns >= start) & (columns < last))[:, None] & is_dim[None, :]
-            key_tile += tl.load(keys + offsets, mask=is_new, other=0.0)
-            value_tile += tl.load(values + offsets, mask=is_new, other=0.0)
-        is_seen = _is_seen(columns, last, start, total, tokens, is_row, masks, BLOCK, WORDS)
-        scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * scale
-        best, mass, mixed = _mix(tl.where(is_seen, scores, float("-inf")), value_tile, best, mass, mixed)
-        for at in range(first + BLOCK, last, BLOCK):
+        if IS_SHORT:
+            if first + BLOCK > start:
+                is_new = ((columns >= start) & (columns < last))[:, None] & is_dim[None, :]
+                key_tile += tl.load(keys + offsets, mask=is_new, other=0.0)
+                value_tile += tl.load(values + offsets, mask=is_new, other=0.0)
+            is_seen = _is_seen(columns, last, start, total, tokens, is_row, masks, BLOCK, WORDS)
+            scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * scale
+            best, mass, mixed = _mix(tl.where(is_seen, scores, float("-inf")), value_tile, best, mass, mixed)
+        for at in range(first + BLOCK if IS_SHORT else first, last, BLOCK):
             later = at + tl.arange(0, BLOCK)
             is_seen = _is_seen(later, last, start, total, tokens, is_row, masks, BLOCK, WORDS)
             more = base + later.to(tl.int64)[:, None] * DIM + dims[None, :]
@@ -261,7 +265,7 @@ def rotate_attend(
     out = torch.empty(num_tokens, num_heads, dim, dtype=dtype, device=positions.device)
     partial, stats = _split_buffers(out, num_splits)
     weights = norms or (out, out)
-    tile = choose_tile(num_queries, dim, context)
+    tile = choose_tile(len(slots), num_queries, dim, context)
     overlap = can_overlap(out.device)
     kernel: Any = _rotate_attend[(len(slots) * triton.cdiv(num_queries, tile), num_kv, num_splits)]
     kernel(
@@ -288,7 +292,7 @@ def attend(
     num_tokens, num_heads, dim = q.shape
     _, num_kv, capacity, _ = keys.shape
     count, group = num_tokens // len(slots), num_heads // num_kv
-    tile = choose_tile(count * group, dim, context)
+    tile = choose_tile(len(slots), count * group, dim, context)
     tiles = triton.cdiv(count * group, tile)
     out = torch.empty_like(q)
     partial, stats = _split_buffers(out, num_splits)
@@ -297,8 +301,8 @@ def attend(
     kernel(
         q, keys, values, slots, starts, masks, out, partial, stats, dim**-0.5, keys.stride(0), capacity,
         num_tokens * num_heads, count, HEADS=num_heads, GROUP=group, DIM=dim, PAD=padded(dim), TILE=tile,
-        BLOCK=BLOCK_KEYS, SPLITS=num_splits, WORDS=masks.shape[1], IS_OVERLAPPED=overlap, num_warps=4,
-        num_stages=_num_stages(num_splits, context), **launch(overlap),
+        BLOCK=BLOCK_KEYS, SPLITS=num_splits, WORDS=masks.shape[1], IS_SHORT=context <= SHORT, IS_OVERLAPPED=overlap,
+        num_warps=4, num_stages=_num_stages(num_splits, context), **launch(overlap),
     )  # fmt: skip
     return _combined(out, partial, stats)
 
@@ -334,19 +338,27 @@ def is_rotated(num_queries: int, dim: int) -> bool:
     return num_queries <= MAX_ROTATED and dim >= MIN_ROTATED_DIM and dim == triton.next_power_of_2(dim)
 
 
-def choose_tile(num_queries: int, dim: int, context: int) -> int:
+def choose_tile(num_requests: int, num_queries: int, dim: int, context: int) -> int:
     """Queries of one program. Over short contexts more programs share the work better; over long ones fewer read it."""
     most = MAX_TILE
     if context <= SHORT and not is_rotated(num_queries, dim):
-        most = MIN_TILE if num_queries <= MAX_TILE else 2 * MIN_TILE
+        most = _short_tile(num_requests, num_queries, dim)
     return min(most, max(MIN_TILE, triton.next_power_of_2(num_queries)))
+
+
+def _short_tile(num_requests: int, num_queries: int, dim: int) -> int:
+    """Measured inside whole checks of an H200: heads of 64 with 192 queries, of 128 with 128 and 256 of one request."""
+    if dim < MIN_ROTATED_DIM:
+        return MIN_TILE if num_queries <= MAX_TILE else 2 * MIN_TILE
+    return MIN_TILE if num_queries <= 2 * MAX_TILE and num_requests == 1 else MAX_TILE
 
 
 def choose_splits(
     num_requests: int, num_kv_heads: int, num_queries: int, dim: int, num_processors: int, context: int
 ) -> int:
     """Enough programs to fill the device, a power of two, and no more than a context of that length can use."""
-    tiles = triton.cdiv(num_queries, choose_tile(num_queries, dim, context))
-    wanted = max(1, 2 * num_processors // max(1, num_requests * num_kv_heads * tiles))
+    tiles = triton.cdiv(num_queries, choose_tile(num_requests, num_queries, dim, context))
+    is_large = tiles > 1 and num_queries >= tiles * MAX_TILE  # one of these a processor is enough
+    wanted = max(1, (1 if is_large else 2) * num_processors // max(1, num_requests * num_kv_heads * tiles))
     useful = triton.next_power_of_2(triton.cdiv(context, BLOCK_KEYS))
     return max(1, min(MAX_SPLITS, useful, triton.next_power_of_2(wanted)))

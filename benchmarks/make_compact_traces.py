@@ -2,7 +2,7 @@
 
     python benchmarks/make_compact_traces.py --traces DIR ... --out src/blockpilot/assets/smollm2-135m-traces
 
-`blockpilot train-pilot --kind prefill` builds the seed paper's pilot from it. Folders are written by `blockpilot
+`blockpilot train-pilot --kind prefill` builds the BlockPilot paper's pilot from it. Folders are written by `blockpilot
 collect`, all alike. Prompt sets whose licence is not known to allow shipping (`LICENCES`) are refused, and so are the
 test prompts of evaluation sets: a shipped pilot must not have seen them. The traces hold no prompts: their ids, the
 target's own answers as token ids, and what it knew after prefill.
@@ -54,7 +54,7 @@ def write_notice(traces: TraceSet) -> None:
         f"# Traces of {traces.manifest['target']} with {traces.manifest['drafter']}",
         "",
         "What every block size would have emitted in answers that the target wrote, and what it knew after prefill. "
-        "`blockpilot train-pilot --kind prefill` builds the seed paper's pilot from it. Made by "
+        "`blockpilot train-pilot --kind prefill` builds the BlockPilot paper's pilot from it. Made by "
         "`benchmarks/make_compact_traces.py`. No prompt texts are inside; the prompts were of these sets:",
         "",
         "| set | requests | licence and source |",

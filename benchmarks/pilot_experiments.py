@@ -1,4 +1,4 @@
-"""The seed paper's experiments on our own traces: one block size per request, chosen after prefill.
+"""The BlockPilot paper's experiments on our own traces: one block size per request, chosen after prefill.
 
     python benchmarks/pilot_experiments.py --train DIR ... --test DIR ... [--out DIR] [--device cuda] [--part PART]
     python benchmarks/pilot_experiments.py --draw DIR ... [--out DIR]

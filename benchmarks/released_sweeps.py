@@ -1,4 +1,4 @@
-"""What the seed paper's released tables say about choosing a block size per request.
+"""What the BlockPilot paper's released tables say about choosing a block size per request.
 
     python benchmarks/released_sweeps.py --data DIR [--out DIR]
 

@@ -1,6 +1,6 @@
 """Which fixed size suits a request best, how much that matters, and how much of it lasts.
 
-The seed paper's figure of optimal sizes, with what it leaves out: how flat the optimum is, and whether the best size of
+The paper's figure of optimal sizes, with what it leaves out: how flat the optimum is, and whether the best size of
 one half of an answer is still the better one in the other half. A preference that is a property of the request shows in
 both halves; luck does not. Half an answer is noisier than a whole one, so what lasts is a cautious estimate.
 """

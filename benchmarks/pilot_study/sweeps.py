@@ -1,4 +1,4 @@
-"""The seed paper's released tables: tau of one sample at several block sizes, one generation each.
+"""The BlockPilot paper's released tables: tau of one sample at several block sizes, one generation each.
 
 tau is a ratio of whole numbers (emitted tokens / steps), so the length of the answer behind it can be told up to a
 common factor. Greedy decoding is lossless on paper: the same sample should have the same answer at every size. Where no

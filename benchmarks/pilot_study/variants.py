@@ -1,4 +1,4 @@
-"""The seed paper's predictor and its ablations, trained on one table and judged on another."""
+"""The BlockPilot paper's predictor and its ablations, trained on one table and judged on another."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """`blockpilot train-pilot`: traces in, a pilot out, with what it gains on traces it has not seen.
 
-`blockpilot train-pilot --kind prefill` alone builds the seed paper's pilot of the default target from traces that come
+`blockpilot train-pilot --kind prefill` alone builds the paper's pilot of the default target from traces that come
 with the package, and puts it where `blockpilot bench` looks for it.
 """
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--held-out", nargs="+", type=Path, default=[], metavar="DIR", help=held_out_help)
     out_help = "the pilot's folder: use it as --pilot DIR (default for prefill: where `blockpilot bench` looks)"
     add("--out", type=Path, default=None, metavar="DIR", help=out_help)
-    add("--kind", choices=KINDS, default="step", help="step: adaptive trees and chains; prefill: the seed paper's")
+    add("--kind", choices=KINDS, default="step", help="step: adaptive trees and chains; prefill: the paper's")
     profile_help = "judge by this machine's step costs: a file named by `blockpilot profile`"
     add("--profile", type=Path, default=None, metavar="FILE", help=profile_help)
     add("--json", action="store_true", help="print one JSON object at the end")

@@ -2,7 +2,7 @@
 
     fit_calibration   from a drafter's scores to probabilities, on the paths that are right
     fit_forecast      what the next draft brings, from walks through the answers with the pilot's own memory
-    train_prefill     the seed paper's network
+    train_prefill     the BlockPilot paper's network
 
 PyTorch is imported inside functions: reading a fitted pilot does not need it.
 """

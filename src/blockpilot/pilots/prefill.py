@@ -1,4 +1,4 @@
-"""The seed paper's pilot: one block size per request, read off the target's first next-token distribution.
+"""The BlockPilot paper's pilot: one block size per request, read off the target's first next-token distribution.
 
 A multilayer perceptron sees the distribution after prefill once and names a size near the trained one; the whole answer
 is then drafted at that size. As published: raw probabilities, two hidden layers of 2048 with ReLU and dropout, the

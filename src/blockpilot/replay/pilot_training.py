@@ -115,7 +115,7 @@ def train_prefill_pilot(
     device: str = "cpu",
     report: Callable[[int, int], None] | None = None,
 ) -> PrefillPilot:
-    """The seed paper's pilot, or a variant of it; `report` hears of every epoch."""
+    """The BlockPilot paper's pilot, or a variant of it; `report` hears of every epoch."""
     import torch
 
     check_enough(group, "training")

@@ -77,3 +77,22 @@ def test_a_text_that_ends_early_is_a_mismatch() -> None:
     plain = plain_answers(llm, 0.0)
     (found,) = audit(llm, plain, 1, plain[1].token_ids[:-2])
     assert (found.gap, found.is_near_tie, found.position) == (None, False, len(plain[1].token_ids) - 2)
+
+
+def test_answers_that_part_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = twin_llm(5, 5)
+    plain = plain_answers(llm, 0.0)
+    written = plain[0].token_ids
+    wrong = [*written[:3], (written[3] + 1) % 60, *written[4:]]
+    late = [*written[:6], (written[6] + 1) % 60]
+    ours = [
+        replace(answer, method="dflash:4", repeat=repeat, token_ids=answer.token_ids if answer.turn else token_ids)
+        for repeat, token_ids in enumerate((wrong, late, wrong))
+        for answer in plain
+    ]
+    passes = []
+    prefill = llm.engine.runner.prefill
+    monkeypatch.setattr(llm.engine.runner, "prefill", lambda *given: passes.append(given) or prefill(*given))
+    found = find_differences([*plain, *ours], {("quiz", "q0"): Place(PROMPT, SEED)}, llm, config(0.0))
+    assert sorted((one.repeat, one.position) for one in found) == [(0, 3), (1, 6), (2, 3)]
+    assert len(passes) == 2

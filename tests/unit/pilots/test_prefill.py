@@ -1,4 +1,4 @@
-"""The seed paper's pilot: one size per request, right after prefill."""
+"""The BlockPilot paper's pilot: one size per request, right after prefill."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -157,7 +157,10 @@ def test_products_behind_a_norm(kernels, dtype: torch.dtype, num_tokens: int, si
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_normalized", [False, True])
-@pytest.mark.parametrize(("num_tokens", "num_experts", "num_active"), [(1, 8, 2), (16, 20, 3), (40, 128, 8), (5, 4, 1)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_active"),
+    [(1, 8, 2), (1, 128, 8), (2, 128, 8), (16, 20, 3), (40, 128, 8), (5, 4, 1)],
+)
 def test_routed_experts(  # type: ignore[no-untyped-def]
     kernels, dtype, is_normalized, num_tokens, num_experts, num_active
 ) -> None:

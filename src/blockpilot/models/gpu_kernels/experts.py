@@ -100,21 +100,22 @@ def routed_mlp(x: Tensor, logits: Parts, gate_up: Tensor, down: Tensor, num_acti
     shares = torch.empty(num_tokens, num_active, dtype=torch.float32, device=x.device)
     totals = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
     used = torch.empty(num_used, dtype=torch.int32, device=x.device)
-    tokens = max(MIN_TILE, triton.next_power_of_2(num_tokens))
+    tokens = triton.next_power_of_2(num_tokens)
     overlap = can_overlap(x.device)
     options: dict[str, Any] = {"IS_OVERLAPPED": overlap, **launch(overlap)}
     route: Any = _route[(1,)]
     route(
         logits.values, ids, shares, totals, used, num_tokens, num_used, logits.stride, TOKENS=tokens,
         EXPERTS=num_experts, PAD=triton.next_power_of_2(num_experts), ACTIVE=num_active, PARTS=logits.num_parts,
-        IS_NORMALIZED=is_normalized, num_warps=4 if tokens <= 16 else 8, **options,
+        IS_NORMALIZED=is_normalized, num_warps=1 if tokens <= 2 else 4 if tokens <= 16 else 8, **options,
     )  # fmt: skip
     middle = torch.empty(num_tokens * num_active, inner, dtype=x.dtype, device=x.device)
     out = torch.empty(num_active, num_tokens, num_rows, dtype=torch.float32, device=x.device)
-    options |= {"TOKENS": tokens, "ACTIVE": num_active, "DEPTH": 64 if x.dtype == torch.float32 else 128}
-    first: Any = _experts[(triton.cdiv(inner, 32), num_used)]
+    options |= {"TOKENS": max(MIN_TILE, tokens), "ACTIVE": num_active, "DEPTH": 64 if x.dtype == torch.float32 else 128}
+    rows = 16 if num_tokens == 1 else 32  # few experts leave processors idle, or one with twice the work of another
+    first: Any = _experts[(triton.cdiv(inner, rows), num_used)]
     first(
-        x, gate_up, ids, shares, totals, used, middle, num_tokens, inner, size, ROWS=32, IS_GATED=True, num_warps=4,
+        x, gate_up, ids, shares, totals, used, middle, num_tokens, inner, size, ROWS=rows, IS_GATED=True, num_warps=4,
         num_stages=3, **options,
     )  # fmt: skip
     second: Any = _experts[(triton.cdiv(num_rows, 64), num_used)]

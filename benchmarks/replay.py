@@ -5,7 +5,7 @@
 
 One engine, the same prompts, one run:
 
-    generate, one by one    the seed paper's way: every prompt is decoded once per size, one request at a time
+    generate, one by one    the paper's way: every prompt is decoded once per size, one request at a time
     generate, together      the same with as many requests in every step as replay answers together: the engine's best
     replay, every anchor    one answer per prompt, one pass over it, a draft of every size at every anchor
     replay, visited         the same, drafts only where a chain of each size stands: all that generating tells
@@ -14,7 +14,8 @@ A generation knows the anchors it visited; only the second replay is no better i
 writing the answers to files on the disk; generating counts prefill, once per size, as it must. Nothing else is kept of
 either. Replay writes its answers as `blockpilot collect` does: on a GPU at temperature 0 in bulk (all prompts at once,
 up to 256), else through the engine's slots; `--slots` sets these, by default to the number of prompts on a GPU and to 8
-on a CPU. Warm-up is not counted; on a GPU it is a short run of all prompts, and of replay a whole one of the first two.
+on a CPU. Warm-up is not counted; on a GPU it is a short run of all prompts, and of replay a whole one of as many as
+share their passes.
 
 Prints one JSON object per way, with the share of (prompt, size) pairs that took as many steps as when generated one by
 one (in bfloat16 texts may differ), then one with replay's share of the time that generating took.
@@ -37,6 +38,7 @@ from blockpilot.bench.tasks import SHIPPED
 from blockpilot.core.errors import BlockPilotError
 from blockpilot.models.loading import load_target
 from blockpilot.pilots.fixed import FixedPilot
+from blockpilot.replay.answer_groups import TEXTS_PER_PASS
 from blockpilot.replay.answers import BULK_ROWS
 from blockpilot.replay.collect import collect
 from blockpilot.replay.config import CollectConfig, ReplayRequest
@@ -83,7 +85,7 @@ def measure(
     is_gpu = llm.device_type == "cuda"
     way(llm, requests if is_gpu else requests[:1], WARM_TOKENS)  # kernels are compiled and shapes prepared at first use
     if is_gpu and is_replay:  # some only for as many anchors as there will be
-        way(llm, requests[:2], max_new_tokens)
+        way(llm, requests[: TEXTS_PER_PASS["cuda"]], max_new_tokens)
     if is_gpu:
         torch.cuda.synchronize()
     started = time.perf_counter()

@@ -1,115 +1,159 @@
-"""Drafting at every anchor of a finished answer, one block size after the other, in batched passes.
+"""Drafting at every anchor of finished answers, one block size after the other, in batched passes.
 
 The drafter is the one that decodes online, with its packed and rounded weights; `DFlashDrafter.rank` turns logits into
-candidates here as there. Passes are cut so that their logits stay within a bound. Results stay on the device until they
-are asked for, so that a GPU works through one pass while the next ones are prepared.
+candidates here as there. The blocks of several answers share a pass, cut so that what attention and the head compute
+stays within bounds. Results stay on the device, so that a GPU works through one pass while the next ones are prepared;
+whoever wants them fetches them for all answers at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.dflash_drafter import DFlashDrafter, Ranking
 from blockpilot.replay.anchor_attention import AnchorAttention
-from blockpilot.replay.finished_text import FinishedText
-from blockpilot.replay.traces import ABSENT, DraftColumns
+from blockpilot.replay.anchor_blocks import AnchorBlocks, BlockPass
+from blockpilot.replay.finished_text import Reading, pad_ids
+from blockpilot.replay.traces import ABSENT
 
-LOGITS_PER_PASS = {"cpu": 1 << 24, "cuda": 1 << 28}  # a pass holds a few arrays of this many float32
+# a pass holds a few arrays of this many float32
+SCORES_PER_PASS = {"cpu": 1 << 21, "cuda": 1 << 28}  # of attention
+LOGITS_PER_PASS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 class AnchorDrafts:
-    """All blocks of one finished answer."""
+    """All blocks of some finished answers, M in number and ordered as `AnchorBlocks` says.
+
+    The answers were written at one temperature, each with a seed of its own.
+    """
 
     @torch.inference_mode()
-    def __init__(self, drafter: DFlashDrafter, text: FinishedText, params: SamplingParams, *, max_size: int) -> None:
-        self.drafter, self.params = drafter, params
-        self.num_prompt_tokens, self.num_anchors = len(text.prompt_ids), len(text.answer_ids) - 1
-        self._num_drafted = max(1, self.num_anchors)  # where there is no anchor, one block still tells the shapes
-        self.ids = torch.tensor(text.prompt_ids + text.answer_ids, device=drafter.device)
-        self.context = drafter.project_context(text.taps, torch.arange(len(self.ids), device=drafter.device))
-        self.noise: Tensor | None = None  # [A + D, V], row i for the token behind anchor i
-        if not params.is_greedy:
-            first = self.num_prompt_tokens + 1
-            self.noise = drafter.noise(params.seed, range(first, first + self._num_drafted + max_size - 2))
+    def __init__(self, drafter: DFlashDrafter, readings: Sequence[Reading], *, max_size: int) -> None:
+        texts = [reading.text for reading in readings]
+        self.drafter, self.max_size = drafter, max_size
+        self.params = texts[0].params
+        self.ids = pad_ids(texts, drafter.device)
+        self.blocks = AnchorBlocks(texts, drafter.device)
+        self.anchor_ids = self.ids[self.blocks.texts, self.blocks.places]  # [M]
+        self.context = self._project([reading.taps for reading in readings])
+        self.noise = None if self.params.is_greedy else self._draw([text.params.seed for text in texts])
 
     @torch.inference_mode()
     def emitted(self, size: int) -> Tensor:
-        """Tokens [A] that a chain drafted and checked at `size` emits from every anchor; bytes, on the device."""
-        parts = [self._emitted(anchors, ranking) for anchors, ranking, _ in self._passes(size, num_candidates=1)]
-        return torch.cat(parts)[: self.num_anchors]
+        """Tokens [M] that a chain drafted and checked at `size` emits from every anchor; bytes, on the device."""
+        return self._emitted(_join(ranking for ranking, _ in self._rankings(size, num_candidates=1)))
 
     @torch.inference_mode()
-    def record(self, size: int, num_candidates: int) -> tuple[Tensor, DraftColumns]:
-        """The same, and what was offered."""
-        emitted, columns = [], []
-        for anchors, ranking, logits in self._passes(size, num_candidates):
-            emitted.append(self._emitted(anchors, ranking))
-            columns.append(self._columns(anchors, ranking, logits, num_candidates))
-        joined = {name: torch.cat([part[name] for part in columns])[: self.num_anchors] for name in columns[0]}
-        on_host = {name: column.cpu().numpy() for name, column in joined.items()}
-        return torch.cat(emitted)[: self.num_anchors], DraftColumns(**on_host)
+    def record(self, size: int, num_candidates: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The same, and what was offered: `DraftColumns` by name, on the device."""
+        rankings, entropies = [], []
+        for ranking, logits in self._rankings(size, num_candidates):
+            rankings.append(ranking)
+            entropies.append(entropy(logits, self.params))
+        joined = _join(rankings)
+        return self._emitted(joined), {"entropy": torch.cat(entropies), **self._columns(joined, num_candidates)}
 
-    def _passes(self, size: int, num_candidates: int) -> Iterator[tuple[Tensor, Ranking, Tensor]]:
-        """Anchors [N] (as answer indices) with their ranking and logits [N, D, V], pass by pass."""
-        head_size = self.drafter.model.config.layers.vocab_size
-        if self.drafter.token_ids is not None:
-            head_size = len(self.drafter.token_ids)
-        count = max(1, LOGITS_PER_PASS[self.drafter.device.type] // (head_size * (size - 1)))
-        for start in range(0, self._num_drafted, count):
-            end = min(start + count, self._num_drafted)
-            anchors = torch.arange(start, end, device=self.drafter.device)
-            reach = self.num_prompt_tokens + end - 1
-            hidden = self._run(anchors + self.num_prompt_tokens, size, reach=reach)[:, 1:]  # [N, D, H]
-            logits = self.drafter.head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
-            offsets = torch.arange(size - 1, device=anchors.device)
-            ranking = self.drafter.rank(
-                hidden,
-                logits,
-                anchor_ids=self.ids[anchors + self.num_prompt_tokens],
-                temperature=self.params.temperature,
-                noise=None if self.noise is None else self.noise[anchors[:, None] + offsets],
-                num_candidates=num_candidates,
-            )
-            yield anchors, ranking, logits
+    def _project(self, taps: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Per layer, keys and values [S, Hkv, T, D] of the texts."""
+        padded = pad_sequence(taps, batch_first=True)  # [S, T, ...]
+        positions = torch.arange(padded.shape[1], device=padded.device).repeat(len(taps))
+        layers = self.drafter.project_context(padded.flatten(0, 1), positions)
+        grids = [[x.unflatten(0, padded.shape[:2]).transpose(1, 2).contiguous() for x in pair] for pair in layers]
+        return [(keys, values) for keys, values in grids]
 
-    def _run(self, positions: Tensor, size: int, *, reach: int) -> Tensor:
-        """Hidden states [N, B, H] of the blocks whose anchors stand at `positions`, up to `reach`."""
-        drafter = self.drafter
-        offsets = torch.arange(size, device=positions.device)
-        block_ids = torch.full((len(positions), size), drafter.model.config.mask_token_id, device=positions.device)
-        block_ids[:, 0] = self.ids[positions]
-        attend = AnchorAttention(self.context, positions, reach=reach)
-        block_positions = (positions[:, None] + offsets).flatten()
-        hidden = drafter.model(
-            drafter.embed(block_ids.flatten()), block_positions, attend, offsets.repeat(len(positions))
-        )
-        return hidden.view(len(positions), size, -1)
+    def _draw(self, seeds: list[int]) -> Tensor:
+        """Noise of the tokens behind the anchors, text by text: each has max_size - 2 rows more than blocks."""
+        counts, surplus = self.blocks.counts, self.max_size - 2
+        noise = torch.empty(sum(counts) + len(counts) * surplus, self._head_size, device=self.drafter.device)
+        start = 0
+        for seed, first, count in zip(seeds, self.blocks.firsts, counts, strict=True):
+            end = start + count + surplus
+            noise[start:end] = self.drafter.noise(seed, range(first + 1, first + 1 + count + surplus))
+            start = end
+        return noise
 
-    def _labels(self, anchors: Tensor, num_depths: int) -> Tensor:
-        """The answer's own tokens [N, D] behind each anchor; -1 beyond its end."""
-        places = anchors[:, None] + self.num_prompt_tokens + torch.arange(1, num_depths + 1, device=anchors.device)
-        return self.ids[places.clamp(max=len(self.ids) - 1)].masked_fill(places >= len(self.ids), -1)
+    @property
+    def _head_size(self) -> int:
+        reduced = self.drafter.token_ids
+        return self.drafter.model.config.layers.vocab_size if reduced is None else len(reduced)
 
-    def _emitted(self, anchors: Tensor, ranking: Ranking) -> Tensor:
+    def _rankings(self, size: int, num_candidates: int) -> Iterator[tuple[Ranking, Tensor]]:
+        """Ranking and logits [n, D, V] of all blocks in order, some at a time."""
+        count = max(1, LOGITS_PER_PASS[self.drafter.device.type] // (self._head_size * (size - 1)))
+        start = 0
+        for hidden in self._hidden(size):
+            for part in hidden.split(count):
+                blocks = slice(start, start + len(part))
+                logits = self.drafter.head(part.flatten(0, 1)).unflatten(0, part.shape[:2])
+                ranking = self.drafter.rank(
+                    part,
+                    logits,
+                    anchor_ids=self.anchor_ids[blocks],
+                    temperature=self.params.temperature,
+                    noise=self._noise(blocks, size - 1),
+                    num_candidates=num_candidates,
+                )
+                yield ranking, logits
+                start = blocks.stop
+
+    def _hidden(self, size: int) -> Iterator[Tensor]:
+        """Hidden states [n, D, H] behind the anchors of all blocks in order, pass by pass."""
+        scores_per_block = self.drafter.model.config.layers.num_heads * size * (self.ids.shape[1] + size)
+        count = max(1, SCORES_PER_PASS[self.drafter.device.type] // scores_per_block)
+        for blocks in self.blocks.passes(count):
+            yield self._run(blocks, size)[blocks.rows, 1:]
+
+    def _run(self, blocks: BlockPass, size: int) -> Tensor:
+        """Hidden states [S * N, B, H] of the blocks of one pass."""
+        drafter, places = self.drafter, blocks.anchors
+        offsets = torch.arange(size, device=places.device)
+        block_ids = torch.full((*places.shape, size), drafter.model.config.mask_token_id, device=places.device)
+        block_ids[..., 0] = self.ids[blocks.texts].gather(1, places)
+        context = [(keys[blocks.texts], values[blocks.texts]) for keys, values in self.context]
+        attend = AnchorAttention(context, places, reach=blocks.reach)
+        positions = (places[..., None] + offsets).flatten()
+        hidden = drafter.model(drafter.embed(block_ids.flatten()), positions, attend, offsets.repeat(places.numel()))
+        return hidden.view(places.numel(), size, -1)
+
+    def _noise(self, blocks: slice, num_depths: int) -> Tensor | None:
+        """Noise [n, D, V] of the tokens behind some anchors."""
+        if self.noise is None:
+            return None
+        steps = torch.arange(blocks.start, blocks.stop, device=self.noise.device)
+        rows = steps + self.blocks.texts[blocks] * (self.max_size - 2)
+        return self.noise[rows[:, None] + torch.arange(num_depths, device=rows.device)]
+
+    def _labels(self, num_depths: int) -> Tensor:
+        """The answers' own tokens [M, D] behind each anchor; -1 beyond their ends."""
+        depths = torch.arange(1, num_depths + 1, device=self.ids.device)
+        places = (self.blocks.places[:, None] + depths).clamp(max=self.ids.shape[1] - 1)
+        return self.ids[self.blocks.texts[:, None], places].masked_fill(depths > self.blocks.remaining[:, None], -1)
+
+    def _emitted(self, ranking: Ranking) -> Tensor:
         chain = chain_tokens(ranking)
-        accepted = (chain == self._labels(anchors, chain.shape[1])).cumprod(dim=-1).sum(dim=-1)
-        return torch.minimum(accepted + 1, self.num_anchors - anchors).to(torch.uint8)
+        accepted = (chain == self._labels(chain.shape[1])).cumprod(dim=-1).sum(dim=-1)
+        return torch.minimum(accepted + 1, self.blocks.remaining).to(torch.uint8)
 
-    def _columns(self, anchors: Tensor, ranking: Ranking, logits: Tensor, num_candidates: int) -> dict[str, Tensor]:
+    def _columns(self, ranking: Ranking, num_candidates: int) -> dict[str, Tensor]:
         shown = ranking.token_ids[..., :num_candidates]
-        is_true = shown == self._labels(anchors, shown.shape[1])[..., None]
+        is_true = shown == self._labels(shown.shape[1])[..., None]
         true_ranks = is_true.int().argmax(dim=-1).masked_fill(~is_true.any(dim=-1), ABSENT)
-        columns = {
-            "log_probs": ranking.log_probs[..., :num_candidates],
-            "entropy": entropy(logits, self.params),
-            "true_ranks": true_ranks.to(torch.uint8),
-        }
+        columns = {"log_probs": ranking.log_probs[..., :num_candidates], "true_ranks": true_ranks.to(torch.uint8)}
         if ranking.first is not None and ranking.pairwise is not None:
             columns["first"] = ranking.first[:, :num_candidates]
             columns["pairwise"] = ranking.pairwise[..., :num_candidates, :num_candidates]
-        return columns
+        return {name: column.contiguous() for name, column in columns.items()}  # what is not shown need not be kept
+
+
+def _join(rankings: Iterable[Ranking]) -> Ranking:
+    """The rankings of blocks one after the other as one."""
+    columns = zip(*(ranking.parts() for ranking in rankings), strict=True)
+    ids, log_probs, *pairs = (None if column[0] is None else torch.cat(column) for column in columns)
+    assert ids is not None and log_probs is not None
+    return Ranking(ids, log_probs, *pairs)
 
 
 def chain_tokens(ranking: Ranking) -> Tensor:

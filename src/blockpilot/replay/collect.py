@@ -10,21 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from blockpilot.core.errors import InputError
-from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.engine.llm import LLM
-from blockpilot.replay.anchor_drafts import AnchorDrafts
-from blockpilot.replay.answers import Answer, answer_limit, choose_answers
+from blockpilot.replay.answer_groups import TEXTS_PER_PASS, cut_groups, trace_group
+from blockpilot.replay.answers import answer_limit, choose_answers
 from blockpilot.replay.config import CollectConfig, ReplayRequest
-from blockpilot.replay.finished_text import FinishedText, read_text
 from blockpilot.replay.provenance import check_run, describe_run
 from blockpilot.replay.trace_files import TraceSet, shard_path, write_manifest, write_shard
-from blockpilot.replay.traces import Bytes, DraftColumns, Trace, TraceSetting
-from blockpilot.replay.visited_walks import walk_sizes
+from blockpilot.replay.traces import Trace
 from blockpilot.text.prompts import Prompt
 
 Report = Callable[[str, int, int], None]  # (what, done, total)
@@ -56,8 +50,9 @@ class Collector:
     def trace(self, index: int) -> Iterator[Trace]:
         """The traces of one shard, one after the other."""
         share = self.requests[index * self.config.shard_size : (index + 1) * self.config.shard_size]
-        for request, answer in zip(share, self.answers.write(share), strict=True):
-            yield trace_answer(self.llm, self.drafter, request, answer, config=self.config)
+        answered = list(zip(share, self.answers.write(share), strict=True))
+        for group in cut_groups(answered, TEXTS_PER_PASS[self.drafter.device.type]):
+            yield from trace_group(self.llm, self.drafter, group, config=self.config)
 
 
 def collect(
@@ -110,57 +105,6 @@ def require_dflash(llm: LLM) -> DFlashDrafter:
         given = llm.drafter.name if llm.drafter else "none"
         raise InputError(f"replay needs a DFlash drafter, got {given}: its blocks are drafted at every anchor at once")
     return llm.drafter
-
-
-def trace_answer(
-    llm: LLM, drafter: DFlashDrafter, request: ReplayRequest, answer: Answer, *, config: CollectConfig
-) -> Trace:
-    """The trace of one finished answer."""
-    params = config.params(request.seed)
-    decoder = llm.engine.runner.decoder
-    text = read_text(decoder, request.prompt_ids, answer.token_ids, tap_layers=drafter.tap_layers, params=params)
-    emitted, drafts = _draft_everywhere(llm, drafter, text, params=params, config=config)
-    return Trace(
-        prompt_id=request.prompt_id,
-        task=request.task,
-        num_prompt_tokens=len(request.prompt_ids),
-        answer_ids=np.array(answer.token_ids, dtype=np.int32),
-        temperature=config.temperature,
-        seed=request.seed,
-        max_new_tokens=answer_limit(llm, request, config),
-        finish_reason=answer.finish_reason,
-        num_disagreements=text.num_disagreements,
-        emitted=emitted,
-        prefill=text.prefill,
-        drafts=drafts,
-        setting=_setting(llm, drafter, config),
-    )
-
-
-def _draft_everywhere(
-    llm: LLM, drafter: DFlashDrafter, text: FinishedText, *, params: SamplingParams, config: CollectConfig
-) -> tuple[Bytes, dict[int, DraftColumns]]:
-    if config.anchors == "visited":
-        return walk_sizes(drafter, text, params, sizes=config.sizes, slots=llm.engine.runner.cache), {}
-    blocks = AnchorDrafts(drafter, text, params, max_size=max(config.sizes))
-    emitted, drafts = [], {}
-    for size in config.sizes:
-        if size in config.draft_sizes:
-            lengths, drafts[size] = blocks.record(size, config.num_candidates)
-        else:
-            lengths = blocks.emitted(size)
-        emitted.append(lengths)
-    return torch.stack(emitted, dim=1).cpu().numpy(), drafts
-
-
-def _setting(llm: LLM, drafter: DFlashDrafter, config: CollectConfig) -> TraceSetting:
-    return TraceSetting(
-        sizes=config.sizes,
-        trained_block_size=drafter.block_size,
-        max_block_size=drafter.max_block_size,
-        vocab_size=llm.engine.runner.decoder.config.vocab_size,
-        is_every_anchor=config.anchors == "every",
-    )
 
 
 def _count(traces: TraceSet) -> dict[str, int]:

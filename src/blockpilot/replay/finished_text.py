@@ -1,5 +1,10 @@
-"""One pass of the target over a finished text: the taps of every token, the first token's distribution, an audit."""
+"""One pass of the target over finished texts: the taps of every token, the first token's distribution, an audit.
 
+Several texts share the pass, padded on the right: causal attention never looks there. What the host wants to know comes
+from the device at the end, for all of them at once.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,43 +26,79 @@ AUDIT_ROWS = 256
 class FinishedText:
     prompt_ids: list[int]
     answer_ids: list[int]
+    params: SamplingParams  # it was written with
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt_ids + self.answer_ids
+
+    @property
+    def num_anchors(self) -> int:
+        """Answer tokens that have something after them."""
+        return len(self.answer_ids) - 1
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the target says of a text."""
+
+    text: FinishedText
     taps: Tensor  # [T, num_taps * H]
     prefill: PrefillColumns
     num_disagreements: int
 
 
+def pad_ids(texts: Sequence[FinishedText], device: torch.device) -> Tensor:
+    """Token ids [S, T] of all texts, zeros behind the end of those that are shorter than the longest."""
+    width = max(len(text.ids) for text in texts)
+    return torch.tensor([text.ids + [0] * (width - len(text.ids)) for text in texts], device=device)
+
+
 @torch.inference_mode()
-def read_text(
-    decoder: Decoder,
-    prompt_ids: list[int],
-    answer_ids: list[int],
-    *,
-    tap_layers: tuple[int, ...],
-    params: SamplingParams,
-) -> FinishedText:
-    ids = torch.tensor(prompt_ids + answer_ids, device=decoder.embed_tokens.weight.device)
-    hidden, taps = decoder(ids, torch.arange(len(ids), device=ids.device), CausalAttention(1), tap_layers)
+def read_texts(decoder: Decoder, texts: Sequence[FinishedText], *, tap_layers: tuple[int, ...]) -> list[Reading]:
+    ids = pad_ids(texts, decoder.embed_tokens.weight.device)
+    positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(texts))
+    hidden, taps = decoder(ids.flatten(), positions, CausalAttention(len(texts)), tap_layers)
     assert taps is not None
-    num_disagreements = 0
-    for start in range(len(prompt_ids), len(ids), AUDIT_ROWS):
-        end = min(start + AUDIT_ROWS, len(ids))
-        logits = decoder.logits(hidden[start - 1 : end - 1])
-        if start == len(prompt_ids):
-            prefill = _prefill_columns(logits[0], hidden[start - 1])
-        chosen = choose_tokens(logits, params, range(start, end))
-        num_disagreements += int((chosen != ids[start:end]).sum())
-    return FinishedText(prompt_ids, answer_ids, taps, prefill, num_disagreements)
+    hidden, taps = (x.unflatten(0, ids.shape) for x in (hidden, taps))  # [S, T, ...]
+    audits = [_audit(decoder, text, ids[row], hidden[row]) for row, text in enumerate(texts)]
+    disagreements = torch.stack([count for _, count in audits]).tolist()
+    last = torch.stack([hidden[row, len(text.prompt_ids) - 1] for row, text in enumerate(texts)])
+    prefills = _prefill_columns(torch.stack([logits for logits, _ in audits]), last)
+    return [
+        Reading(text, taps[row, : len(text.ids)], prefills[row], disagreements[row]) for row, text in enumerate(texts)
+    ]
 
 
-def _prefill_columns(logits: Tensor, hidden: Tensor) -> PrefillColumns:
+def _audit(decoder: Decoder, text: FinishedText, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [V] of the first answer token, and how many answer tokens this pass would have chosen otherwise."""
+    first, end = len(text.prompt_ids), len(text.ids)
+    first_logits, count = hidden.new_empty(0), ids.new_zeros(())
+    for start in range(first, end, AUDIT_ROWS):
+        places = range(start, min(start + AUDIT_ROWS, end))
+        logits = decoder.logits(hidden[start - 1 : places.stop - 1])
+        if start == first:
+            first_logits = logits[0].clone()  # the others need not be kept for its sake
+        count = count + (choose_tokens(logits, text.params, places) != ids[start : places.stop]).sum()
+    return first_logits, count
+
+
+def _prefill_columns(logits: Tensor, hidden: Tensor) -> list[PrefillColumns]:
+    """Of all texts: logits [S, V] behind their prompts, hidden states [S, H] there."""
     log_probs = logits.float().log_softmax(dim=-1)
-    best = log_probs.exp().topk(min(MAX_KEPT, len(log_probs)))
-    running = best.values.double().cumsum(0)
-    count = min(int((running < KEPT_MASS).sum()) + 1, len(running))
-    return PrefillColumns(
-        token_ids=best.indices[:count].cpu().numpy().astype(np.int32),
-        probabilities=best.values[:count].cpu().numpy(),
-        mass=float(running[count - 1]),
-        entropy=float(-(log_probs.exp() * log_probs).sum()),
-        hidden=hidden.float().cpu().numpy(),
-    )
+    best = log_probs.exp().topk(min(MAX_KEPT, log_probs.shape[-1]))
+    running = best.values.double().cumsum(dim=-1)
+    entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
+    wanted = (best.indices, best.values, running, entropy, hidden.float())
+    token_ids, probabilities, masses, entropies, states = (x.cpu().numpy() for x in wanted)
+    counts = np.minimum((masses < KEPT_MASS).sum(axis=-1) + 1, masses.shape[-1])
+    return [
+        PrefillColumns(
+            token_ids=token_ids[row, :count].astype(np.int32),
+            probabilities=probabilities[row, :count],
+            mass=float(masses[row, count - 1]),
+            entropy=float(entropies[row]),
+            hidden=states[row],
+        )
+        for row, count in enumerate(counts)
+    ]

@@ -9,26 +9,23 @@ from collections.abc import Sequence
 import numpy as np
 
 from blockpilot.cache.slots import SlotCache
-from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.pilots.growth import grow_chain
-from blockpilot.replay.finished_text import FinishedText
+from blockpilot.replay.finished_text import Reading
 from blockpilot.replay.traces import Bytes
 
 
-def walk_sizes(
-    drafter: DFlashDrafter, text: FinishedText, params: SamplingParams, *, sizes: Sequence[int], slots: SlotCache
-) -> Bytes:
+def walk_sizes(drafter: DFlashDrafter, reading: Reading, *, sizes: Sequence[int], slots: SlotCache) -> Bytes:
     """Emitted lengths [A, S]; 0 where a chain of that size never stands. `slots` hands out the drafter's slots."""
-    emitted = np.zeros((len(text.answer_ids) - 1, len(sizes)), dtype=np.uint8)
+    emitted = np.zeros((reading.text.num_anchors, len(sizes)), dtype=np.uint8)
     width = slots.num_free
     for start in range(0, len(sizes), width):
         columns = range(start, min(start + width, len(sizes)))
         held = [slots.reserve() for _ in columns]
         try:
             walks = [(slot, sizes[column], emitted[:, column]) for slot, column in zip(held, columns, strict=True)]
-            _walk(drafter, text, params, walks)
+            _walk(drafter, reading, walks)
         finally:
             for slot in held:
                 drafter.forget(slot)
@@ -36,10 +33,9 @@ def walk_sizes(
     return emitted
 
 
-def _walk(
-    drafter: DFlashDrafter, text: FinishedText, params: SamplingParams, walks: list[tuple[int, int, Bytes]]
-) -> None:
-    ids, num_prompt, last = text.prompt_ids + text.answer_ids, len(text.prompt_ids), len(text.answer_ids) - 1
+def _walk(drafter: DFlashDrafter, reading: Reading, walks: list[tuple[int, int, Bytes]]) -> None:
+    text, taps = reading.text, reading.taps
+    ids, num_prompt, last = text.ids, len(text.prompt_ids), text.num_anchors
     places = [0] * len(walks)  # answer index of each walk's anchor
     seen = [0] * len(walks)  # tokens its drafter has observed
     while live := [index for index, place in enumerate(places) if place < last]:
@@ -47,7 +43,7 @@ def _walk(
         for index in live:
             slot, size, _ = walks[index]
             position = num_prompt + places[index]
-            observations.append(Observation(slot, ids[seen[index] : position], text.taps[seen[index] : position]))
+            observations.append(Observation(slot, ids[seen[index] : position], taps[seen[index] : position]))
             seen[index] = position
             requests.append(
                 DraftRequest(
@@ -56,7 +52,7 @@ def _walk(
                     position=position,
                     block_size=size,
                     num_candidates=1,
-                    params=params,
+                    params=text.params,
                 )
             )
         drafter.observe(observations)

@@ -30,8 +30,9 @@ def allows_untested() -> bool:
 
 
 def device_type(name: str) -> str:
-    """`cpu` or `cuda`, the devices that there are engines for. A GPU may be named by its number: `cuda:1`."""
-    found = re.fullmatch(r"(cpu|cuda)(:(0|[1-9][0-9]?))?", name)
+    """`cpu` or `cuda`, the devices that there are engines for. A GPU may be named by its number, `cuda:1`, and be
+    PyTorch's own object."""
+    found = re.fullmatch(r"(cpu|cuda)(:(0|[1-9][0-9]?))?", str(name))
     if found is None:
         raise InputError(f"unknown device {name!r}: use cpu or cuda")
     return found[1]

@@ -9,4 +9,7 @@ from blockpilot.core.errors import InputError
 def resolve_device(name: str) -> torch.device:
     if device_type(name) == "cuda" and not torch.cuda.is_available():
         raise InputError("device cuda was asked for, but PyTorch sees no GPU here: use the device cpu")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device {name} was asked for, but PyTorch sees {torch.cuda.device_count()} of them here")
+    return device

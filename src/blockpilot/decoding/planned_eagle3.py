@@ -2,7 +2,7 @@
 
 A chain's passes follow each other on the device: the best token and the output of one are the inputs of the next, and
 the host waits once, for all of them. Rows that they write behind the context are never kept. Trees and sampling, whose
-next pass depends on what the host makes of the last, run unplanned; so does a prompt.
+next pass depends on what the host makes of the last, run unplanned; so does the first piece of a prompt.
 """
 
 from collections.abc import Callable, Sequence

@@ -32,7 +32,7 @@ def ensure_costs(llm: "LLM") -> StepCosts:
     is_gpu = llm.device_type == "cuda"
     batch_sizes = usual_batch_sizes(llm.engine.runner.cache.num_free) if is_gpu else (1,)
     known = load_profile(profile_key(llm))
-    if known is not None and _covers(known, batch_sizes):
+    if known is not None and (not is_gpu or _covers(known, batch_sizes)):
         return known
     plan = ProfilePlan.quick(batch_sizes, (min(256, llm.engine.context_length // 2),), is_gpu=is_gpu)
     costs = measure(llm, plan)
@@ -40,11 +40,11 @@ def ensure_costs(llm: "LLM") -> StepCosts:
         logger.warning("step costs are uncertain because the machine is busy; they are not remembered")
         return costs
     if known is not None and not known.key.get("is_quick"):  # careful measurements stay, though they do not serve here
-        sizes = ",".join(map(str, batch_sizes))
+        sizes = sorted({*batch_sizes, *(point.batch_size for point in known.verify)})
         logger.warning(
-            "the profile of this machine lacks batches that this engine takes, so they were measured in short; "
-            "`blockpilot profile --batch-sizes %s` measures them for good",
-            sizes,
+            "the profile of this machine lacks batches that this engine takes, so they are measured in short at every "
+            "start; run `blockpilot profile` once more as it was run, with --batch-sizes %s",
+            ",".join(map(str, sizes)),
         )
         return costs
     return remember(costs)

@@ -94,6 +94,7 @@ def test_a_dry_run_looks_at_the_device_first(
         spoken = capsys.readouterr()
         assert spoken.out == "" and line in spoken.err and spoken.err.count("\n") == 1
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert main(["bench", "--quick", "--dry-run", "--device", "cuda", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["seconds"] < 10
 

@@ -107,7 +107,7 @@ def test_pilots_that_decide_at_once_decode_as_one_by_one(monkeypatch: pytest.Mon
     assert answers[0] == answers[1] and not sizes
 
 
-@pytest.mark.parametrize("lengths", [(1, 2), (5, 2), (128, 2), (129, 2), (2, 210), (3, 200, 140, 7, 129)])
+@pytest.mark.parametrize("lengths", [(1, 2), (5, 2), (128, 2), (129, 2), (2, 210), (144, 160), (3, 200, 140, 7, 129)])
 @pytest.mark.parametrize("make_drafter", [make_dflash, make_eagle3])
 def test_prompts_run_in_pieces(
     monkeypatch: pytest.MonkeyPatch, make_drafter: Callable[[str], Any], lengths: tuple[int, ...]

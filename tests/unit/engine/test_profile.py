@@ -90,7 +90,7 @@ def test_a_careful_profile_of_one_request_is_kept_but_serves_no_batch(
     monkeypatch.setattr(llm, "device_type", "cuda")
     careful = remember(measure(llm, PLAN))
     assert {point.batch_size for point in ensure_costs(llm).verify} == {1, 4}
-    assert "blockpilot profile --batch-sizes 1,4`" in caplog.text
+    assert "with --batch-sizes 1,4" in caplog.text
     assert load_profile(profile_key(llm)) == careful
     alone = make_llm(drafter=make_dflash(is_second=True), num_slots=1)
     monkeypatch.setattr(alone, "device_type", "cuda")
@@ -246,6 +246,7 @@ def test_a_gpu_is_measured_as_its_engines_will_ask(
     monkeypatch.setattr(loading, "load_target", lambda *_: target)
     monkeypatch.setattr(llm_module, "LLM", stop)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert main(["profile", *words]) == 2
     assert (made[0].dtype, made[0].num_slots, made[0].context_length) == expected
 
@@ -282,3 +283,10 @@ def test_timed_checks_have_the_size_they_are_recorded_under(
     assert all(len(step) == 1 and step <= {1, 2, 3, 8, 33, 64} for step in sizes)  # 3 of what overhead is measured with
     counts = Counter(size for step in sizes for size in step)
     assert counts[64] == counts[33] == counts[8] == 13  # one warms up
+
+
+def test_on_a_cpu_a_careful_profile_serves_whatever_batches_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_drafted()
+    careful = remember(measure(llm, replace(PLAN, batch_sizes=(4,))))
+    monkeypatch.setattr(profile_module, "measure", lambda *_: pytest.fail("measured again"))
+    assert ensure_costs(llm) == careful

@@ -8,7 +8,16 @@ import triton.language as tl
 from torch import Tensor
 
 from blockpilot.models.gpu_kernels.cache_rows import rotate_store
-from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, launch, padded, per_count, sum_parts, wait
+from blockpilot.models.gpu_kernels.launching import (
+    MIN_TILE,
+    can_overlap,
+    has_large_memory,
+    launch,
+    padded,
+    per_count,
+    sum_parts,
+    wait,
+)
 from blockpilot.models.kernels_reference import Parts
 
 BLOCK_KEYS = 64
@@ -74,10 +83,8 @@ def _rotate_attend(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
     group: tl.constexpr = HEADS // KV
     half: tl.constexpr = DIM // 2
-    tiles = (count * group + TILE - 1) // TILE
-    request, head, split = tl.program_id(0) // tiles, tl.program_id(1), tl.program_id(2)
-    tile = tl.program_id(0) % tiles
-    rows = tile * TILE + tl.arange(0, TILE)
+    request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows = tl.arange(0, TILE)
     is_row = rows < count * group
     tokens = request * count + tl.where(is_row, rows // group, 0)
     heads = head * group + rows % group
@@ -86,7 +93,7 @@ def _rotate_attend(  # type: ignore[no-untyped-def]
     start = tl.load(starts + request)
     base = tl.load(slots + request).to(tl.int64) * slot_stride + head.to(tl.int64) * capacity * DIM
     chunk = tl.maximum(tl.cdiv(tl.cdiv(start, SPLITS), BLOCK), 1) * BLOCK
-    newest = tl.minimum(tl.cdiv(start, chunk), SPLITS - 1)  # this program attends to the new rows
+    newest = tl.minimum(tl.cdiv(start, chunk), SPLITS - 1)  # this program attends to the new rows and stores them
     first = split * chunk
     last = tl.minimum(first + chunk, start)
     columns = first + tl.arange(0, BLOCK)
@@ -138,10 +145,9 @@ def _rotate_attend(  # type: ignore[no-untyped-def]
             value_places = (key_places + KV * DIM)[:, None] + dims[None, :]
             new_values = sum_parts(qkv, value_places, part_stride, is_new[:, None], PARTS).to(values.dtype.element_ty)
             stored = base + (start + new).to(tl.int64)[:, None] * DIM
-            is_stored = (is_new & (tile == 0))[:, None]
-            tl.store(keys + stored + halves[None, :], new_left, mask=is_stored)
-            tl.store(keys + stored + half + halves[None, :], new_right, mask=is_stored)
-            tl.store(values + stored + dims[None, :], new_values, mask=is_stored)
+            tl.store(keys + stored + halves[None, :], new_left, mask=is_new[:, None])
+            tl.store(keys + stored + half + halves[None, :], new_right, mask=is_new[:, None])
+            tl.store(values + stored + dims[None, :], new_values, mask=is_new[:, None])
             is_pair = is_row[:, None] & is_new[None, :]
             words = tl.load(masks + tokens[:, None] * WORDS + (new // 32)[None, :], mask=is_pair, other=0)
             is_marked = ((words >> (new % 32)[None, :]) & 1) == 1
@@ -267,7 +273,7 @@ def rotate_attend(
     weights = norms or (out, out)
     tile = choose_tile(len(slots), num_queries, dim, context)
     overlap = can_overlap(out.device)
-    kernel: Any = _rotate_attend[(len(slots) * triton.cdiv(num_queries, tile), num_kv, num_splits)]
+    kernel: Any = _rotate_attend[(len(slots), num_kv, num_splits)]
     kernel(
         qkv.values, positions, table[0], table[1], weights[0], weights[1], keys, values, slots, starts, masks, out,
         partial, stats, eps, dim**-0.5, qkv.stride, keys.stride(0), capacity, num_tokens * num_heads, count,
@@ -347,18 +353,23 @@ def choose_tile(num_requests: int, num_queries: int, dim: int, context: int) -> 
 
 
 def _short_tile(num_requests: int, num_queries: int, dim: int) -> int:
-    """Measured inside whole checks of an H200: heads of 64 with 192 queries, of 128 with 128 and 256 of one request."""
-    if dim < MIN_ROTATED_DIM:
-        return MIN_TILE if num_queries <= MAX_TILE else 2 * MIN_TILE
-    return MIN_TILE if num_queries <= 2 * MAX_TILE and num_requests == 1 else MAX_TILE
+    """Measured inside whole checks of an H200: heads of 64 with 192 queries; of 128, one request, with 128 and 256."""
+    if num_requests == 1 and dim == MIN_ROTATED_DIM and MAX_TILE < num_queries <= 4 * MAX_TILE and _has_large_memory():
+        return MIN_TILE if num_queries <= 2 * MAX_TILE else MAX_TILE
+    return MIN_TILE if num_queries <= MAX_TILE else 2 * MIN_TILE
+
+
+def _has_large_memory() -> bool:
+    return torch.cuda.is_available() and has_large_memory(torch.device("cuda"))
 
 
 def choose_splits(
     num_requests: int, num_kv_heads: int, num_queries: int, dim: int, num_processors: int, context: int
 ) -> int:
     """Enough programs to fill the device, a power of two, and no more than a context of that length can use."""
-    tiles = triton.cdiv(num_queries, choose_tile(num_requests, num_queries, dim, context))
-    is_large = tiles > 1 and num_queries >= tiles * MAX_TILE  # one of these a processor is enough
+    tile = choose_tile(num_requests, num_queries, dim, context)
+    tiles = triton.cdiv(num_queries, tile)
+    is_large = context <= SHORT and tiles > 1 and tile == MAX_TILE  # one of these a processor is enough
     wanted = max(1, (1 if is_large else 2) * num_processors // max(1, num_requests * num_kv_heads * tiles))
     useful = triton.next_power_of_2(triton.cdiv(context, BLOCK_KEYS))
     return max(1, min(MAX_SPLITS, useful, triton.next_power_of_2(wanted)))

@@ -51,6 +51,7 @@ def random_masks(num_requests: int, count: int) -> Tensor:
         (4, 4, 48, 1, 1, 2, True, 2),
         (4, 2, 32, 3, 1, 2, True, 2),
         (9, 3, 64, 3, 16, 1, False, 2),
+        (3, 1, 64, 3, 33, 4, False, 2),
         (6, 2, 16, 2, 33, 8, False, 1),
         (32, 8, 128, 1, 129, 16, True, 4),
         (32, 8, 128, 3, 1, 16, True, 4),
@@ -119,7 +120,10 @@ def test_norms_gates_and_convolutions(kernels, dtype: torch.dtype) -> None:  # t
         (3, 576, 960),
         (16, 4096, 2560),
         (17, 320, 128),
+        (24, 2560, 130),
+        (48, 576, 960),
         (64, 640, 256),
+        (64, 1024, 70),
         (65, 96, 64),
         (512, 576, 960),
     ],
@@ -159,16 +163,19 @@ def test_products_behind_a_norm(kernels, dtype: torch.dtype, num_tokens: int, si
 @pytest.mark.parametrize("is_normalized", [False, True])
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "num_active"),
-    [(1, 8, 2), (1, 128, 8), (2, 128, 8), (16, 20, 3), (40, 128, 8), (5, 4, 1)],
+    [(1, 8, 2), (1, 128, 8), (1, 20, 3), (1, 4, 1), (2, 128, 8), (16, 20, 3), (40, 128, 8), (5, 4, 1)],
 )
 def test_routed_experts(  # type: ignore[no-untyped-def]
     kernels, dtype, is_normalized, num_tokens, num_experts, num_active
 ) -> None:
     torch.manual_seed(0)
-    x, logits = random(num_tokens, 96, dtype=dtype), Parts(random(2, num_tokens, num_experts), 2)
+    x, delta = random(num_tokens, 96, dtype=dtype), Parts(random(2, num_tokens, 96), 2)
+    norm, router = random(96, dtype=dtype), random(num_experts, 96, dtype=dtype) / 10
     gate_up, down = random(num_experts, 2 * 80, 96, dtype=dtype) / 10, random(num_experts, 96, 80, dtype=dtype) / 9
-    given = (x, logits, gate_up, down, num_active, is_normalized)
-    assert_close(kernels.routed_mlp(*given).total, reference.routed_mlp(*given).total, dtype)
+    given = (x, delta, norm, 1e-6, router, gate_up, down, num_active, is_normalized, 132)
+    (total, parts), (expected_total, expected) = kernels.norm_routed_mlp(*given), reference.norm_routed_mlp(*given)
+    assert_close(total, expected_total, dtype)
+    assert_close(parts.total, expected.total, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -24,7 +24,7 @@ from blockpilot.models.kernels_reference import Noise
 
 COUNTS = (2, 4, 8, 16, 32, MAX_BLOCK_SIZE)  # observed tokens, rounded up; a slot has room for that many more
 BLOCKS = (2, 4, 8, 12, 16, 20, 24, 32, 48, MAX_BLOCK_SIZE)  # block sizes, likewise
-MAX_ROWS = 1024
+MAX_ROWS = 2048
 MAX_CANDIDATES = 16
 
 

@@ -143,10 +143,10 @@ class FusedDecoder:
             x, gated = fused.kernels.norm_gated_linear(x, delta, norm.weight, norm.eps, weight, fused.num_processors)
             return x, fused.linear(gated, layer.mlp.down_proj.weight)
         moe = cast(MoE, layer.mlp)
-        x, normed = fused.add_norm(x, delta, norm)
-        logits = fused.linear(normed, moe.gate.weight)
-        gate_up, down = self.experts[layer.self_attn.index]
-        return x, fused.kernels.routed_mlp(normed, logits, gate_up, down, moe.num_active, moe.is_normalized)
+        return fused.kernels.norm_routed_mlp(
+            x, delta, norm.weight, norm.eps, moe.gate.weight, *self.experts[layer.self_attn.index], moe.num_active,
+            moe.is_normalized, fused.num_processors,
+        )  # fmt: skip
 
 
 def stack_experts(moe: MoE) -> tuple[Tensor, Tensor]:

@@ -94,9 +94,10 @@ class Kernels(Protocol):
         self, x: Tensor, delta: Parts | None, norm: Tensor, eps: float, weight: Tensor, num_processors: int
     ) -> tuple[Tensor, Tensor]: ...
 
-    def routed_mlp(
-        self, x: Tensor, logits: Parts, gate_up: Tensor, down: Tensor, num_active: int, is_normalized: bool
-    ) -> Parts: ...
+    def norm_routed_mlp(
+        self, x: Tensor, delta: Parts, norm: Tensor, eps: float, router: Tensor, gate_up: Tensor, down: Tensor,
+        num_active: int, is_normalized: bool, num_processors: int,
+    ) -> tuple[Tensor, Parts]: ...  # fmt: skip
 
     def store_context(
         self, projected: Parts, positions: Tensor, table: tuple[Tensor, Tensor], weights: Tensor, eps: float,
@@ -233,17 +234,23 @@ def norm_gated_linear(
     return total, gated_linear(normed, weight, num_processors)
 
 
-def routed_mlp(x: Tensor, logits: Parts, gate_up: Tensor, down: Tensor, num_active: int, is_normalized: bool) -> Parts:
-    """Each token through its best experts: gate_up [experts, 2 * F, H], down [experts, H, F]."""
-    shares, chosen = logits.total.float().softmax(dim=-1).topk(num_active, dim=-1)  # [N, A]
+def norm_routed_mlp(
+    x: Tensor, delta: Parts, norm: Tensor, eps: float, router: Tensor, gate_up: Tensor, down: Tensor, num_active: int,
+    is_normalized: bool, num_processors: int,
+) -> tuple[Tensor, Parts]:  # fmt: skip
+    """x + delta, and what each token's best experts make of its RMSNorm: gate_up [experts, 2 * F, H],
+    down [experts, H, F]."""
+    total, normed = add_norm(x, delta, norm, eps)
+    logits = linear(normed, router, num_processors).total.float()
+    shares, chosen = logits.softmax(dim=-1).topk(num_active, dim=-1)  # [N, A]
     if is_normalized:
         shares = shares / shares.sum(dim=-1, keepdim=True)
     parts = torch.zeros(num_active, len(x), down.shape[1], dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
         rows, ranks = (chosen == expert).nonzero(as_tuple=True)
-        made = F.linear(gated_linear(x[rows], gate_up[expert], 0), down[expert]).float()
+        made = F.linear(gated_linear(normed[rows], gate_up[expert], num_processors), down[expert]).float()
         parts[ranks, rows] = made * shares[rows, ranks, None]
-    return Parts(parts, num_active) if num_active > 1 else Parts(parts[0])
+    return total, Parts(parts, num_active) if num_active > 1 else Parts(parts[0])
 
 
 def gate(gate_up: Parts, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
     linear         few tokens times all the weights, split over the inner size; whoever reads the result adds the parts
     gated_linear   SwiGLU's silu(gate) * up with both products
     norm_linear, norm_gated_linear   both behind a residual addition and its RMSNorm; for one token in one kernel
-    routed_mlp     the same through the experts that a router chooses, reading no other's weights
+    norm_routed_mlp   the same through the experts that a router chooses, reading no other's weights
     rotate_store   per head: q/k norm, rotary, keys and values into their cache rows
     attend         queries of all requests over the filled part of their slots, split over the context, tree masks
     rotate_attend  both at once where a request has few tokens
@@ -27,7 +27,7 @@ still runs and waits for its results only where it needs them; `linear` meanwhil
 
 from blockpilot.models.gpu_kernels.attention import attend, choose_splits, rotate_attend
 from blockpilot.models.gpu_kernels.cache_rows import move_rows, rotate_store, store_context
-from blockpilot.models.gpu_kernels.experts import routed_mlp
+from blockpilot.models.gpu_kernels.experts import norm_routed_mlp
 from blockpilot.models.gpu_kernels.products import gated_linear, linear, norm_gated_linear, norm_linear
 from blockpilot.models.gpu_kernels.ranking import gumbel, rank_tokens, score_pairs, send
 from blockpilot.models.gpu_kernels.sublayers import add_norm, convolve, embed, gate
@@ -48,10 +48,10 @@ __all__ = [
     "move_rows",
     "norm_gated_linear",
     "norm_linear",
+    "norm_routed_mlp",
     "rank_tokens",
     "rotate_attend",
     "rotate_store",
-    "routed_mlp",
     "score_pairs",
     "send",
     "store_context",

@@ -25,6 +25,7 @@ MAX_TILE = 64
 MAX_SPLITS = 64
 SHORT = 2048  # a context that one tile of keys for each split covers
 MAX_ROTATED, MIN_ROTATED_DIM = 64, 128  # `_rotate_attend` measured slower than two kernels for smaller heads
+MAX_WHOLE = 16  # requests whose queries are best kept together; more fill the device anyway
 NEVER = tl.constexpr(-1.0e30)
 
 
@@ -171,7 +172,7 @@ def _rotate_attend(  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     q, keys, values, slots, starts, masks, out, partial, stats, scale, slot_stride, capacity, num_rows, count,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, IS_SHORT: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr, IS_EARLY: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     if IS_OVERLAPPED:
@@ -192,9 +193,8 @@ def _attend(  # type: ignore[no-untyped-def]
     last = tl.minimum(first + chunk, total)
     columns = first + tl.arange(0, BLOCK)
     offsets = base + columns.to(tl.int64)[:, None] * DIM + dims[None, :]
-    if IS_SHORT:
-        # what earlier passes stored does not depend on the kernel before: the first tile is loaded while that one ends.
-        # In long loops a tile of its own costs more than it saves
+    if IS_EARLY:
+        # what earlier passes stored does not depend on the kernel before: the first tile is loaded while that one ends
         is_old = (columns < tl.minimum(last, start))[:, None] & is_dim[None, :]
         key_tile = tl.load(keys + offsets, mask=is_old, other=0.0)
         value_tile = tl.load(values + offsets, mask=is_old, other=0.0)
@@ -208,7 +208,7 @@ def _attend(  # type: ignore[no-untyped-def]
     is_place = is_row[:, None] & is_dim[None, :]
     if first < last:
         queries = tl.load(q + places, mask=is_place, other=0.0)
-        if IS_SHORT:
+        if IS_EARLY:
             if first + BLOCK > start:
                 is_new = ((columns >= start) & (columns < last))[:, None] & is_dim[None, :]
                 key_tile += tl.load(keys + offsets, mask=is_new, other=0.0)
@@ -216,7 +216,7 @@ def _attend(  # type: ignore[no-untyped-def]
             is_seen = _is_seen(columns, last, start, total, tokens, is_row, masks, BLOCK, WORDS)
             scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * scale
             best, mass, mixed = _mix(tl.where(is_seen, scores, float("-inf")), value_tile, best, mass, mixed)
-        for at in range(first + BLOCK if IS_SHORT else first, last, BLOCK):
+        for at in range(first + BLOCK if IS_EARLY else first, last, BLOCK):
             later = at + tl.arange(0, BLOCK)
             is_seen = _is_seen(later, last, start, total, tokens, is_row, masks, BLOCK, WORDS)
             more = base + later.to(tl.int64)[:, None] * DIM + dims[None, :]
@@ -307,10 +307,16 @@ def attend(
     kernel(
         q, keys, values, slots, starts, masks, out, partial, stats, dim**-0.5, keys.stride(0), capacity,
         num_tokens * num_heads, count, HEADS=num_heads, GROUP=group, DIM=dim, PAD=padded(dim), TILE=tile,
-        BLOCK=BLOCK_KEYS, SPLITS=num_splits, WORDS=masks.shape[1], IS_SHORT=context <= SHORT, IS_OVERLAPPED=overlap,
-        num_warps=4, num_stages=_num_stages(num_splits, context), **launch(overlap),
+        BLOCK=BLOCK_KEYS, SPLITS=num_splits, WORDS=masks.shape[1], IS_EARLY=_is_early(len(slots), dim, context),
+        IS_OVERLAPPED=overlap, num_warps=4, num_stages=_num_stages(num_splits, context), **launch(overlap),
     )  # fmt: skip
     return _combined(out, partial, stats)
+
+
+def _is_early(num_requests: int, dim: int, context: int) -> bool:
+    """Whether a program loads its first tile of keys early. In long loops, and where others share its processor, a tile
+    of its own costs more than it saves."""
+    return context <= SHORT and (num_requests == 1 or dim < MIN_ROTATED_DIM)
 
 
 def _num_stages(num_splits: int, context: int) -> int:
@@ -353,9 +359,13 @@ def choose_tile(num_requests: int, num_queries: int, dim: int, context: int) -> 
 
 
 def _short_tile(num_requests: int, num_queries: int, dim: int) -> int:
-    """Measured inside whole checks of an H200: heads of 64 with 192 queries; of 128, one request, with 128 and 256."""
-    if num_requests == 1 and dim == MIN_ROTATED_DIM and MAX_TILE < num_queries <= 4 * MAX_TILE and _has_large_memory():
-        return MIN_TILE if num_queries <= 2 * MAX_TILE else MAX_TILE
+    """Measured inside whole checks of an H200: heads of 64 with 1 to 64 requests of up to 192 queries; of 128 with 128
+    and 256."""
+    is_measured = num_requests > 1 or num_queries <= 4 * MAX_TILE
+    if dim == MIN_ROTATED_DIM and num_queries > MAX_TILE and is_measured and _has_large_memory():
+        return MIN_TILE if num_requests == 1 and num_queries <= 2 * MAX_TILE else MAX_TILE
+    if dim < MIN_ROTATED_DIM and 1 < num_requests <= MAX_WHOLE:
+        return MAX_TILE
     return MIN_TILE if num_queries <= MAX_TILE else 2 * MIN_TILE
 
 

@@ -15,7 +15,7 @@ from blockpilot.models.kernels_reference import Parts
 
 MAX_PARTS = 12
 MAX_ADDED = 2  # parts that a product of few tokens adds up itself
-MAX_NARROW = 2048  # inner size that one warp takes whole
+MAX_NARROW = 1024  # inner size that one warp takes whole
 MAX_TILE = 64  # tokens of one program; beyond it the library multiplies, except by small weights
 MIN_DEEP, MIN_LONG = 1024, 8192  # inner sizes that are read in longer pieces, and that keep a processor busy alone
 MAX_SMALL, MAX_TOKENS = 1 << 21, 1024  # numbers in a small weight, and tokens that are multiplied by it here
@@ -29,17 +29,22 @@ def _linear(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     if IS_OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    places = tl.arange(0, ROWS)
+    if IS_GATED:  # eight rows of the gate and eight of the up projection by turns: a thread gets both sums of a row
+        rows = tl.program_id(0) * (ROWS // 2) + places // 16 * 8 + places % 8
+    else:
+        rows = tl.program_id(0) * ROWS + places
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
     depth = tl.arange(0, DEPTH)
     is_token = (tokens < num_tokens)[:, None]
     is_row = (rows < num_rows)[:, None]
     safe_rows = tl.where(rows < num_rows, rows, 0).to(tl.int64)
+    if IS_GATED:
+        safe_rows += (places // 8 % 2) * num_rows
     first = split * chunk
     last = tl.minimum(first + chunk, size)
     weights = weight + safe_rows[:, None] * size + depth[None, :]
-    uppers = weights + num_rows.to(tl.int64) * size
     inputs = x + tokens.to(tl.int64)[:, None] * size + depth[None, :]
     begin = first
     is_depth = (first + depth < last)[None, :]
@@ -47,16 +52,14 @@ def _linear(  # type: ignore[no-untyped-def]
         begin += DEPTH
         if HAS_EVEN_DEPTH:
             early = tl.load(weights + first, mask=is_row, other=0.0)
-            early_up = tl.load(uppers + first, mask=is_row, other=0.0) if IS_GATED else early
         else:
             early = tl.load(weights + first, mask=is_row & is_depth, other=0.0)
-            early_up = tl.load(uppers + first, mask=is_row & is_depth, other=0.0) if IS_GATED else early
     if IS_OVERLAPPED:
         if AHEAD > 0:
             lines = tl.minimum(begin + tl.arange(0, AHEAD) * 64, size - 1)
-            places = (weight + safe_rows[:, None] * size + lines[None, :]).to(tl.int64)
+            called = (weight + safe_rows[:, None] * size + lines[None, :]).to(tl.int64)
             tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [called], dtype=tl.int32, is_pure=False, pack=1
             )
         tl.extra.cuda.gdc_wait()
     if IS_EARLY:
@@ -65,7 +68,6 @@ def _linear(  # type: ignore[no-untyped-def]
         else:
             early_columns = tl.load(inputs + first, mask=is_token & is_depth, other=0.0)
     sums = tl.zeros([ROWS, TOKENS], tl.float32)
-    ups = tl.zeros([ROWS, TOKENS], tl.float32)
     for at in range(begin, last, DEPTH):
         if HAS_EVEN_DEPTH:
             if HAS_EVEN_ROWS:  # noqa: SIM108  # a condition of the compiler
@@ -78,28 +80,23 @@ def _linear(  # type: ignore[no-untyped-def]
             tile = tl.load(weights + at, mask=is_row & is_inner, other=0.0)
             columns = tl.load(inputs + at, mask=is_token & is_inner, other=0.0)
         sums = tl.dot(tile, tl.trans(columns), sums, input_precision="ieee")
-        if IS_GATED:
-            if HAS_EVEN_DEPTH:
-                tile = tl.load(uppers + at, mask=is_row, other=0.0)
-            else:
-                tile = tl.load(uppers + at, mask=is_row & (at + depth < last)[None, :], other=0.0)
-            ups = tl.dot(tile, tl.trans(columns), ups, input_precision="ieee")
     if IS_EARLY:
         sums = tl.dot(early, tl.trans(early_columns), sums, input_precision="ieee")
-        if IS_GATED:
-            ups = tl.dot(early_up, tl.trans(early_columns), ups, input_precision="ieee")
     if IS_GATED:
-        sums = sums / (1 + tl.exp(-sums)) * ups
-    places = (split * num_tokens + tokens).to(tl.int64)[None, :] * num_rows + rows[:, None]
-    is_place = is_row & (tokens < num_tokens)[None, :]
-    tl.store(out + places, sums.to(out.dtype.element_ty), mask=is_place)
+        both = tl.permute(tl.reshape(sums, [ROWS // 16, 2, 8, TOKENS]), 0, 2, 3, 1)
+        gates, ups = tl.split(both)
+        sums = tl.reshape(gates / (1 + tl.exp(-gates)) * ups, [ROWS // 2, TOKENS])
+        rows = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    targets = (split * num_tokens + tokens).to(tl.int64)[None, :] * num_rows + rows[:, None]
+    is_target = (rows < num_rows)[:, None] & (tokens < num_tokens)[None, :]
+    tl.store(out + targets, sums.to(out.dtype.element_ty), mask=is_target)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _multiply_few(  # type: ignore[no-untyped-def]
-    x, delta, norm, weight, total, out, num_rows, size, part_stride, eps,
+    x, delta, norm, weight, total, normed, out, num_rows, size, part_stride, eps,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr,
-    HAS_NORM: tl.constexpr, IS_GATED: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+    HAS_NORM: tl.constexpr, KEEPS_NORMED: tl.constexpr, IS_GATED: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Whole rows of weights, `HEAD` numbers and a rest, all loaded before the input is there; then token by token."""
     if IS_OVERLAPPED:
@@ -136,6 +133,10 @@ def _multiply_few(  # type: ignore[no-untyped-def]
             scale = tl.rsqrt((tl.sum(left * left, axis=0) + tl.sum(right * right, axis=0)) / size + eps)
             left = (left * scale * head_norm).to(x.dtype.element_ty).to(tl.float32)
             right = (right * scale * rest_norm).to(x.dtype.element_ty).to(tl.float32)
+            if KEEPS_NORMED:  # noqa: SIM102  # a condition of the compiler
+                if tl.program_id(0) == 0:
+                    tl.store(normed + start + head, left.to(normed.dtype.element_ty))
+                    tl.store(normed + start + rest, right.to(normed.dtype.element_ty), mask=is_rest)
         sums = tl.sum(head_tile.to(tl.float32) * left[None, :], axis=1)
         sums += tl.sum(rest_tile.to(tl.float32) * right[None, :], axis=1)
         if IS_GATED:
@@ -182,7 +183,7 @@ def _plan_large(num_tokens: int, num_rows: int, size: int, num_processors: int) 
     tiles ahead; where programs come in waves, what is loaded early would only be in the way."""
     programs, depth = -(-num_rows // 64), 128
     most = min(size // (2 * depth), MAX_PARTS)
-    tokens = next(tile for tile in (MIN_TILE, 2 * MIN_TILE, MAX_TILE) if num_tokens <= tile)
+    tokens = _fitting_tile(num_tokens)
     if programs > num_processors:
         return LinearPlan(tokens, 64, depth, is_early=False, num_stages=4 if tokens < MAX_TILE else 3)
     if tokens == MIN_TILE:
@@ -200,12 +201,22 @@ def _plan_large(num_tokens: int, num_rows: int, size: int, num_processors: int) 
 
 
 def plan_gated(num_tokens: int, num_rows: int, size: int, num_processors: int) -> LinearPlan:
-    """A program takes as many rows of the gate and of the up projection."""
-    tokens, is_early = _tile(num_tokens, -(-num_rows // 64), num_processors)
-    if MIN_TILE < num_tokens <= 2 * MIN_TILE and size >= MIN_DEEP:
-        tokens, is_early = 2 * MIN_TILE, True
+    """Half of a program's rows are of the gate, half of the up projection."""
+    if size >= MIN_DEEP and num_tokens <= MAX_TILE:
+        tokens = _fitting_tile(num_tokens)
+        is_full = tokens == MAX_TILE
+        return LinearPlan(tokens, 64, 64 if is_full else 128, is_early=False, num_stages=4 if is_full else 3)
     # small models wait for memory more than they read it
-    return LinearPlan(tokens, 64, 64, is_early=is_early, num_stages=6 if size < 1024 and tokens < MAX_TILE else 4)
+    if 2 * MIN_TILE < num_tokens <= 3 * MIN_TILE:
+        return LinearPlan(2 * MIN_TILE, 64, 64, num_stages=6)
+    if 3 * MIN_TILE < num_tokens <= MAX_TILE:
+        return LinearPlan(MAX_TILE, 128, 64, num_stages=6)
+    tokens, is_early = _tile(num_tokens, -(-num_rows // 64), num_processors)
+    return LinearPlan(tokens, 128, 64, is_early=is_early, num_stages=6 if size < MIN_DEEP and tokens < MAX_TILE else 4)
+
+
+def _fitting_tile(num_tokens: int) -> int:
+    return next(tile for tile in (MIN_TILE, 2 * MIN_TILE, MAX_TILE) if num_tokens <= tile)
 
 
 def _tile(num_tokens: int, programs: int, num_processors: int) -> tuple[int, bool]:
@@ -247,7 +258,7 @@ def linear(
     num_rows = len(weight)
     if plan is None and are_few(x, weight):
         out = torch.empty(num_tokens, num_rows, dtype=torch.float32, device=x.device) if out is None else out
-        _multiply_tokens(x, weight, out)
+        norm_product(x, weight, out)
         return Parts(out)
     has_memory = has_large_memory(x.device)
     plan = plan or plan_linear(num_tokens, num_rows, size, num_processors, has_memory=has_memory)
@@ -269,7 +280,7 @@ def gated_linear(x: Tensor, weight: Tensor, num_processors: int, plan: LinearPla
     num_rows = len(weight) // 2
     out = torch.empty(num_tokens, num_rows, dtype=x.dtype, device=x.device)
     if plan is None and are_few(x, weight):
-        _multiply_tokens(x, weight, out)
+        norm_product(x, weight, out)
         return out
     plan = plan or plan_gated(num_tokens, num_rows, size, num_processors)
     _multiply(x, weight, out, num_rows, plan, size, is_gated=True)
@@ -284,7 +295,7 @@ def norm_linear(
         total, normed = add_norm(x, delta, norm, eps)
         return total, linear(normed, weight, num_processors)
     out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
-    return _multiply_tokens(x, weight, out, delta, norm, eps), Parts(out)
+    return norm_product(x, weight, out, delta, norm, eps), Parts(out)
 
 
 def norm_gated_linear(
@@ -295,27 +306,36 @@ def norm_gated_linear(
         total, normed = add_norm(x, delta, norm, eps)
         return total, gated_linear(normed, weight, num_processors)
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    return _multiply_tokens(x, weight, out, delta, norm, eps), out
+    return norm_product(x, weight, out, delta, norm, eps), out
 
 
-def _multiply_tokens(
-    x: Tensor, weight: Tensor, out: Tensor, delta: Parts | None = None, norm: Tensor | None = None, eps: float = 0.0
-) -> Tensor:
-    """Few tokens into `out`; gated where it has half the rows of the weight. What the norm is of comes back."""
+def norm_product(
+    x: Tensor, weight: Tensor, out: Tensor, delta: Parts | None = None, norm: Tensor | None = None, eps: float = 0.0,
+    normed: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Few tokens into `out`; gated where it has half the rows of the weight. What the norm is of comes back, and where
+    `normed` is given, it gets what the product is of."""
     size, num_rows = x.shape[1], out.shape[1]
     total = x if delta is None else torch.empty_like(x)
     is_gated = num_rows < len(weight)
-    head = 1 << (size.bit_length() - 1)
     rows, warps = plan_few(size, is_gated=is_gated)
     overlap = can_overlap(x.device)
     kernel: Any = _multiply_few[(triton.cdiv(num_rows, rows),)]
     kernel(
-        x, x if delta is None else delta.values, x if norm is None else norm, weight, total, out, num_rows, size,
-        0 if delta is None else delta.stride, eps, TOKENS=len(x), ROWS=rows, HEAD=head,
-        REST=triton.next_power_of_2(max(1, size - head)), PARTS=0 if delta is None else delta.num_parts,
-        HAS_NORM=norm is not None, IS_GATED=is_gated, IS_OVERLAPPED=overlap, num_warps=warps, **launch(overlap),
+        x, x if delta is None else delta.values, x if norm is None else norm, weight, total,
+        total if normed is None else normed, out, num_rows, size,
+        0 if delta is None else delta.stride, eps, TOKENS=len(x), ROWS=rows,
+        **halves(size), PARTS=0 if delta is None else delta.num_parts,
+        HAS_NORM=norm is not None, KEEPS_NORMED=normed is not None, IS_GATED=is_gated, IS_OVERLAPPED=overlap,
+        num_warps=warps, **launch(overlap),
     )  # fmt: skip
     return total
+
+
+def halves(size: int) -> dict[str, int]:
+    """A row of any length as two powers of two."""
+    head = triton.next_power_of_2(size) // 2
+    return {"HEAD": head, "REST": triton.next_power_of_2(size - head)}
 
 
 def plan_few(size: int, *, is_gated: bool) -> tuple[int, int]:
@@ -331,11 +351,12 @@ def _multiply(
 ) -> None:  # fmt: skip
     num_tokens, size = x.shape
     overlap = can_overlap(x.device)
-    grid = (triton.cdiv(num_rows, plan.rows), triton.cdiv(num_tokens, plan.tokens), triton.cdiv(size, chunk))
+    height = plan.rows // 2 if is_gated else plan.rows
+    grid = (triton.cdiv(num_rows, height), triton.cdiv(num_tokens, plan.tokens), triton.cdiv(size, chunk))
     kernel: Any = _linear[grid]
     kernel(
         x, weight, out, num_tokens, num_rows, size, chunk, TOKENS=plan.tokens, ROWS=plan.rows, DEPTH=plan.depth,
-        AHEAD=plan.ahead, HAS_EVEN_ROWS=num_rows % plan.rows == 0, HAS_EVEN_DEPTH=size % plan.depth == 0,
+        AHEAD=plan.ahead, HAS_EVEN_ROWS=num_rows % height == 0, HAS_EVEN_DEPTH=size % plan.depth == 0,
         IS_GATED=is_gated, IS_EARLY=plan.is_early, IS_OVERLAPPED=overlap, num_warps=plan.num_warps,
         num_stages=plan.num_stages, **launch(overlap),
     )  # fmt: skip

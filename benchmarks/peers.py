@@ -18,7 +18,8 @@ from the first token on.
 `--seconds` ends a run early with the rows of what is done. A round (a prompt answered by everyone) is not cut, and
 rounds take the tasks in turns. A peer that fails while it warms up is skipped like one that is missing.
 
-Prints a table; `--out` gets `rows.jsonl` (per task and their mean), `answers.jsonl` and `manifest.json`.
+Prints a table; `--out` gets `rows.jsonl` (per task and their mean), `answers.jsonl`, `differences.jsonl` and
+`manifest.json`.
 """
 
 import argparse
@@ -26,7 +27,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from peer_engines import CPU_PEERS, GPU_PEERS, Contestant, Ours, Peers, PeerSett
 from blockpilot.bench import manifest as manifests
 from blockpilot.bench.answers import Answer, AnswersFile, RoundKey, select
 from blockpilot.bench.asking import Round, encode_turn
-from blockpilot.bench.audit import Difference, Place
+from blockpilot.bench.audit import Difference, Place, group_differences
 from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.methods import choose_drafters, parse_methods
 from blockpilot.bench.run import BenchRun
@@ -83,8 +83,8 @@ def compare(arguments: argparse.Namespace, out: Path) -> list[Row]:
     about = {contestant.name: contestant.about for contestant in contestants}
     is_complete = len(answers) == len(run.rounds) * len(contestants)
     run.manifest |= {"is_complete": is_complete, "contestants": about, "skipped": skipped}
-    run.manifest["differences"] = [asdict(difference) for difference in differences]
-    write_text(out / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    for name, lines in (("rows", rows), ("differences", group_differences(differences))):
+        write_text(out / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     manifests.write(out, run.manifest)
     return rows
 

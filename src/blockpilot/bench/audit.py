@@ -4,10 +4,17 @@ Kernels of different shapes round differently, so two tokens whose scores are al
 near-tie is recognised by one pass of the target over the plain text up to the difference: both tokens must lie within
 a small gap of the best score there. With sampling the scores are logits / temperature + noise. Anything else is a
 mismatch and a bug. Counting ends at a prompt's first difference: what follows it is another text.
+
+In a coarse dtype that pass is rounded, too, by as much as what it judges. Where it finds more than the gap it is made
+again with the same weights in float32, and that gap decides.
 """
 
+import copy
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -16,9 +23,11 @@ from blockpilot.bench.asking import encode_turn
 from blockpilot.bench.config import BenchConfig
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.engine.llm import LLM
+from blockpilot.engine.runner import TargetRunner
 from blockpilot.models.noise import gumbel_noise
 from blockpilot.text.prompts import Prompt
 
+logger = logging.getLogger(__name__)
 GAPS = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.5}  # of scores; coarser numbers tie more often
 
 
@@ -32,6 +41,12 @@ class Difference:
     position: int  # in the answer
     gap: float | None  # None where one text ends and the other goes on
     is_near_tie: bool
+    exact_gap: float | None = None  # in float32, where the run's dtype is coarser and its gap too large
+
+    @property
+    def best_gap(self) -> float | None:
+        """The most exact one known."""
+        return self.gap if self.exact_gap is None else self.exact_gap
 
 
 @dataclass(frozen=True)
@@ -57,10 +72,29 @@ def find_differences(
             position = _first_other(ours.token_ids, plain[task, prompt_id, ours.turn].token_ids)
             parted.setdefault((task, prompt_id, ours.turn, position), []).append(ours)
     found: list[Difference] = []
+    judge = _Judge(llm, config)
     for (task, prompt_id, turn, position), those in parted.items():
         reference = [plain[task, prompt_id, earlier] for earlier in range(turn + 1)]
-        found += _examine(those, position, reference, places[task, prompt_id], llm, config)
+        found += judge.examine(those, position, reference, places[task, prompt_id])
     return found
+
+
+def group_differences(differences: Sequence[Difference]) -> list[dict[str, Any]]:
+    """One line for all answers that part alike: `answers` are the repeats of each method."""
+    lines: dict[tuple[object, ...], dict[str, Any]] = {}
+    for one in differences:
+        facts = {
+            "task": one.task,
+            "prompt_id": one.prompt_id,
+            "turn": one.turn,
+            "position": one.position,
+            "gap": one.gap,
+            "exact_gap": one.exact_gap,
+            "is_near_tie": one.is_near_tie,
+        }
+        line = lines.setdefault(tuple(facts.values()), facts | {"answers": {}})
+        line["answers"].setdefault(one.method, []).append(one.repeat)
+    return list(lines.values())
 
 
 def _first_other(ours: Sequence[int], expected: Sequence[int]) -> int | None:
@@ -68,44 +102,73 @@ def _first_other(ours: Sequence[int], expected: Sequence[int]) -> int | None:
     return next((index for index, (a, b) in enumerate(zip(ours, expected, strict=False)) if a != b), None)
 
 
-def _examine(
-    those: Sequence[Answer],
-    position: int | None,
-    reference: Sequence[Answer],
-    place: Place,
-    llm: LLM,
-    config: BenchConfig,
-) -> list[Difference]:
-    """Answers that part from the plain one at the same token; `reference` holds the plain answers up to that turn."""
-    expected, scores = reference[-1].token_ids, None
-    if position is not None:
-        prompt_ids = encode_turn(llm.tokenizer, place.prompt, [answer.text for answer in reference[:-1]])
-        scores = _scores(llm, prompt_ids + expected[:position], config.params(place.seed))
-    found = []
-    for ours in those:
-        gap = None
-        if position is not None and scores is not None:
-            gap = float(scores.max() - scores[[ours.token_ids[position], expected[position]]].min())
-        found.append(
-            Difference(
-                task=ours.task,
-                method=ours.method,
-                prompt_id=ours.prompt_id,
-                repeat=ours.repeat,
-                turn=ours.turn,
-                position=min(len(ours.token_ids), len(expected)) if position is None else position,
-                gap=gap,
-                is_near_tie=gap is not None and gap <= GAPS[llm.config.dtype],
-            )
-        )
-    return found
+@dataclass(frozen=True)
+class _Judge:
+    llm: LLM
+    config: BenchConfig
+
+    def examine(
+        self, those: Sequence[Answer], position: int | None, reference: Sequence[Answer], place: Place
+    ) -> list[Difference]:
+        """Answers that part from the plain one at the same token; `reference` holds the plain answers up to that
+        turn."""
+        expected = reference[-1].token_ids
+        if position is None:
+            return [_differ(ours, min(len(ours.token_ids), len(expected)), None, None, False) for ours in those]
+        prompt_ids = encode_turn(self.llm.tokenizer, place.prompt, [answer.text for answer in reference[:-1]])
+        prompt_ids += expected[:position]
+        params, most = self.config.params(place.seed), GAPS[self.llm.config.dtype]
+        self.llm.engine.settle()
+        scores = _scores(self.llm.engine.runner, prompt_ids, params)
+        gaps = [_gap(scores, ours.token_ids[position], expected[position]) for ours in those]
+        exact: list[float | None] = [None] * len(those)
+        if max(gaps) > most and self.exact is not None:
+            scores = _scores(self.exact, prompt_ids, params)
+            exact = [
+                _gap(scores, ours.token_ids[position], expected[position]) if gap > most else None
+                for ours, gap in zip(those, gaps, strict=True)
+            ]
+        return [
+            _differ(ours, position, gap, better, (gap if better is None else better) <= most)
+            for ours, gap, better in zip(those, gaps, exact, strict=True)
+        ]
+
+    @cached_property
+    def exact(self) -> TargetRunner | None:
+        """The target in float32; None where it is that anyway, or has no room."""
+        runner, dtype = self.llm.engine.runner, torch.float32
+        if self.llm.config.dtype == "float32":
+            return None
+        try:
+            decoder = copy.deepcopy(runner.decoder).to(dtype)
+            context = self.llm.engine.context_length
+            return TargetRunner(decoder, num_slots=1, context_length=context, device=runner.device, dtype=dtype)
+        except torch.OutOfMemoryError:
+            logger.warning("the audit judges in %s: memory has no room for float32", self.llm.config.dtype)
+            return None
+
+
+def _differ(ours: Answer, position: int, gap: float | None, exact_gap: float | None, is_near_tie: bool) -> Difference:
+    return Difference(
+        task=ours.task,
+        method=ours.method,
+        prompt_id=ours.prompt_id,
+        repeat=ours.repeat,
+        turn=ours.turn,
+        position=position,
+        gap=gap,
+        is_near_tie=is_near_tie,
+        exact_gap=exact_gap,
+    )
+
+
+def _gap(scores: torch.Tensor, token_id: int, expected_id: int) -> float:
+    return float(scores.max() - scores[[token_id, expected_id]].min())
 
 
 @torch.inference_mode()
-def _scores(llm: LLM, token_ids: list[int], params: SamplingParams) -> torch.Tensor:
+def _scores(runner: TargetRunner, token_ids: list[int], params: SamplingParams) -> torch.Tensor:
     """What the next token is the argmax of [V]."""
-    llm.engine.settle()
-    runner = llm.engine.runner
     slot = runner.cache.reserve()
     try:
         logits = runner.prefill([(slot, token_ids)], ()).logits.float()  # [1, V]

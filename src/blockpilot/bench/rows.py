@@ -82,7 +82,7 @@ def _task_row(
     first = [answer for answer in found if answer.repeat == 0]
     lengths = count_lengths(first)
     odd = [difference for difference in differences if (difference.task, difference.method) == (task, method)]
-    gaps = [difference.gap for difference in odd if difference.gap is not None]
+    gaps = [difference.best_gap for difference in odd if difference.best_gap is not None]
     return {
         "task": task,
         "method": method,

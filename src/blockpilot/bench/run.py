@@ -3,18 +3,18 @@
 choose      best-fixed: every size on calibration prompts (`calibration.jsonl`)
 warm up     every method once, not counted
 measure     round by round, all methods on the same prompts in a shuffled order (`answers.jsonl`)
-conclude    audit against plain decoding, scores, rows (`rows.jsonl`, `samples.jsonl`, `manifest.json`)
+conclude    audit against plain decoding, scores (`rows.jsonl`, `differences.jsonl`, `samples.jsonl`, `manifest.json`)
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blockpilot.bench import manifest as manifests
 from blockpilot.bench.answers import Answer, select
-from blockpilot.bench.audit import Place
+from blockpilot.bench.audit import Place, group_differences
 from blockpilot.bench.config import BEST_FIXED_SIZES
 from blockpilot.bench.measuring import Progress, Report
 from blockpilot.bench.methods import ADAPTIVE, BEST_FIXED, Method, fixed_method
@@ -104,11 +104,11 @@ class BenchRun:
         rows = build_rows(answers, differences, scores, facts)
         self.manifest |= {
             "is_complete": True,
-            "differences": [asdict(difference) for difference in differences],
             "left_out_tasks": left_out,
             "prompts_too_long": self.fit.num_left_out,
         }
         _write_lines(self.out / "rows.jsonl", rows)
+        _write_lines(self.out / "differences.jsonl", group_differences(differences))
         _write_lines(self.out / "samples.jsonl", self.site.pick_samples(answers, tasks))
         manifests.write(self.out, self.manifest)
         return BenchResult(rows, self.manifest)

@@ -1,5 +1,6 @@
 """What a reader should know before believing the numbers: said in sentences, the unpleasant ones included."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from blockpilot.report.run_data import MEAN, Run, task_title
@@ -28,17 +29,13 @@ def _losslessness(run: Run) -> list[str]:
     gap = run.manifest.get("near_tie_gap", 1e-4)
     notes = []
     if mismatches:
-        places = [
-            f"{task_title(d['task'])} {d['method']} ({d['prompt_id']}, token {d['position']})"
-            for d in run.manifest.get("differences", [])
-            if not d["is_near_tie"]
-        ]
+        places = [_place(place) for place in run.differences if not place["is_near_tie"]]
         found = f"{_count(mismatches, 'mismatch', 'mismatches')} with plain decoding"
-        notes.append(f"NOT LOSSLESS: {found}: {', '.join(places[:8]) or 'see the rows'}.")
+        notes.append(f"NOT LOSSLESS: {found}: {'; '.join(places[:8]) or 'see the rows'}.")
     else:
         notes.append(f"No mismatch with plain decoding in {num_tokens:,} tokens of drafted methods.")
     if near_ties:
-        gaps = [d["gap"] for d in run.manifest.get("differences", []) if d["is_near_tie"]]
+        gaps = [_gap(place) or 0.0 for place in run.differences if place["is_near_tie"]]
         largest = f" (largest gap {max(gaps):.2g})" if gaps else ""
         notes.append(
             f"{_count(near_ties, 'near-tie', 'near-ties')}: the scores of two tokens lie within {gap:g} of each other, "
@@ -47,6 +44,19 @@ def _losslessness(run: Run) -> list[str]:
     if gap > 1e-4:
         notes.append(f"In {run.manifest.get('dtype')} a gap of up to {gap:g} counts as a near-tie, not as a mismatch.")
     return notes
+
+
+def _gap(place: Mapping[str, Any]) -> float | None:
+    """The most exact one known; None where one text ends and the other goes on."""
+    gap: float | None = place["gap"] if place["exact_gap"] is None else place["exact_gap"]
+    return gap
+
+
+def _place(place: Mapping[str, Any]) -> str:
+    gap = _gap(place)
+    distance = "one text ends" if gap is None else f"gap {gap:.2g}"
+    where = f"{place['prompt_id']}, token {place['position']}, {distance}"
+    return f"{task_title(place['task'])} {', '.join(place['answers'])} ({where})"
 
 
 def _count(number: int, one: str, many: str) -> str:

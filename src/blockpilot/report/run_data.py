@@ -33,7 +33,6 @@ NEEDED: tuple[str, ...] = (
 )
 NEEDED += ("tau_loop_free", "loop_share", "tokens_per_second", "speedup", "speedup_ci", "end_to_end_speedup")
 NEEDED += ("mismatches", "near_ties", "manifest")
-MAX_DIFFERENCES = 20  # that a page lists
 
 
 @dataclass(frozen=True)
@@ -42,15 +41,14 @@ class Run:
     manifest: dict[str, Any]
     rows: list[Row]  # of tasks and, where there are several, of their mean
     samples: list[dict[str, Any]]
+    differences: list[dict[str, Any]]  # places where texts part from the plain ones, and which do
 
     @property
     def manifest_text(self) -> str:
-        """The manifest for readers: long lists, which figures and notes speak of, only by their length."""
-        shown = {key: value for key, value in self.manifest.items() if key not in ("differences", "sessions")}
-        found, sessions = self.manifest.get("differences", []), self.manifest.get("sessions", [])
-        shown["differences"] = found if len(found) <= MAX_DIFFERENCES else f"{len(found)}, listed in manifest.json"
-        shown["sessions"] = [{k: v for k, v in session.items() if k != "step_costs"} for session in sessions]
-        return json.dumps(shown, indent=1)
+        """The manifest for readers, without the step costs: they are drawn."""
+        sessions = self.manifest.get("sessions", [])
+        shown = [{key: value for key, value in session.items() if key != "step_costs"} for session in sessions]
+        return json.dumps(self.manifest | {"sessions": shown}, indent=1)
 
     @property
     def tasks(self) -> list[str]:
@@ -107,7 +105,8 @@ def read_run(folder: Path) -> Run:
             raise InputError(f"{folder / 'rows.jsonl'}, line {number}: no field {missing[0]!r}")
     manifest = _read_json(folder / "manifest.json")
     samples = _read_lines(folder / "samples.jsonl", is_needed=False)
-    return Run(folder.resolve().name, manifest, rows, samples)
+    differences = _read_lines(folder / "differences.jsonl", is_needed=False)
+    return Run(folder.resolve().name, manifest, rows, samples, differences)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

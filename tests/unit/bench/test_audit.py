@@ -1,6 +1,8 @@
 """A difference is a near-tie where the scores say so, and a mismatch everywhere else."""
 
+import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +10,9 @@ import torch
 from blockpilot import LLM, EngineConfig
 from blockpilot.bench.answers import Answer
 from blockpilot.bench.asking import encode_turn
-from blockpilot.bench.audit import Difference, Place, find_differences
+from blockpilot.bench.audit import GAPS, Difference, Place, find_differences, group_differences
 from blockpilot.bench.config import BenchConfig
+from blockpilot.engine.runner import PassResult, TargetRunner
 from blockpilot.text.prompts import Prompt
 from tests.unit.bench.pieces import make_answer
 from tests.unit.training.pieces import chat_target
@@ -96,3 +99,40 @@ def test_answers_that_part_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPa
     found = find_differences([*plain, *ours], {("quiz", "q0"): Place(PROMPT, SEED)}, llm, config(0.0))
     assert sorted((one.repeat, one.position) for one in found) == [(0, 3), (1, 6), (2, 3)]
     assert len(passes) == 2
+    lines = {line["position"]: line["answers"] for line in group_differences(found)}
+    assert lines == {3: {"dflash:4": [0, 2]}, 6: {"dflash:4": [1]}}
+
+
+def test_where_a_coarse_dtype_finds_too_much_float32_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = chat_target()
+    coarse = EngineConfig(num_slots=1, linear_backend="plain", dtype="bfloat16")
+    llm = LLM(target, drafter=None, pilot="ar", config=coarse)
+    plain = plain_answers(llm, 0.0)
+    written = plain[0].token_ids
+    scores = float32_scores(llm, encode_turn(llm.tokenizer, PROMPT, []) + written[:3])
+    second = next(token_id for token_id in scores.argsort(descending=True).tolist() if token_id != written[3])
+    wrong = [*written[:3], second, *written[4:]]
+    expected = float(scores.max() - scores[[second, written[3]]].min())
+    for most, is_near_tie in ((expected + 1e-4, True), (expected - 1e-4, False)):
+        monkeypatch.setitem(GAPS, "bfloat16", most)
+        prefill = llm.engine.runner.prefill
+
+        def rounded(*given: Any, prefill: Any = prefill) -> PassResult:
+            """A pass whose rounding favours the plain token by far."""
+            result = prefill(*given)
+            result.logits[0, written[3]] += 4
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.runner, "prefill", rounded)
+            (found,) = audit(llm, plain, 0, wrong)
+        assert found.gap is not None and found.gap > 3
+        assert found.exact_gap == pytest.approx(expected, abs=1e-5) and found.is_near_tie is is_near_tie
+
+
+def float32_scores(llm: LLM, token_ids: list[int]) -> torch.Tensor:
+    """Of the same weights: those of the run, which are rounded."""
+    decoder = copy.deepcopy(llm.engine.runner.decoder).float()
+    device = torch.device("cpu")
+    runner = TargetRunner(decoder, num_slots=1, context_length=64, device=device, dtype=torch.float32)
+    return runner.prefill([(runner.cache.reserve(), token_ids)], ()).logits[0]

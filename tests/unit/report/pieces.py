@@ -1,6 +1,7 @@
 """A small run as files: rows that a report can be checked against."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,14 @@ def make_row(task: str, method: str, **values: Any) -> dict[str, Any]:
     return row | values
 
 
-def write_run(folder: Path, rows: list[dict[str, Any]] | None = None, **manifest: Any) -> Path:
+def write_run(
+    folder: Path, rows: list[dict[str, Any]] | None = None, differences: Sequence[dict[str, Any]] = (), **manifest: Any
+) -> Path:
     if rows is None:
         rows = [make_row(task, method) for task in ("gsm8k", "mt_bench", "mean") for method in SPEEDS]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for name, lines in (("rows", rows), ("differences", differences)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     facts: dict[str, Any] = {
         "id": "abc",
         "device": "A processor",

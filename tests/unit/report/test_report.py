@@ -82,10 +82,11 @@ def test_notes_are_honest(tmp_path: Path) -> None:
     assert "2 prompts in the smallest task: with fewer than 64 a figure of one task is no claim." in notes
     rows = [make_row("gsm8k", "ar"), make_row("gsm8k", "auto", mismatches=1, near_ties=2, largest_gap=0.75)]
     rows.append(make_row("gsm8k", "ngram", speedup_ci=None))
-    odd = {"task": "gsm8k", "method": "auto", "prompt_id": "x", "position": 7, "is_near_tie": False, "gap": 0.75}
-    ties = [odd | {"is_near_tie": True, "gap": gap} for gap in (3e-5, 2e-5)]
+    odd = {"task": "gsm8k", "answers": {"auto": [0]}, "prompt_id": "x", "position": 7, "is_near_tie": False}
+    odd |= {"gap": 0.75, "exact_gap": 0.875}
+    ties = [odd | {"is_near_tie": True, "gap": gap, "exact_gap": None} for gap in (3e-5, 2e-5)]
     broken = "\n".join(write_notes(read_run(write_run(tmp_path / "b", rows, differences=[odd, *ties]))))
-    assert "NOT LOSSLESS: 1 mismatch with plain decoding: GSM8K auto (x, token 7)." in broken
+    assert "NOT LOSSLESS: 1 mismatch with plain decoding: GSM8K auto (x, token 7, gap 0.88)." in broken
     assert "2 near-ties" in broken and "largest gap 3e-05" in broken
     assert "not for certain: ngram on GSM8K (0.90x)" in broken
 
@@ -213,7 +214,8 @@ def test_bad_folders_are_named(tmp_path: Path, name: str, content: str | None, m
 
 
 def test_a_page_does_not_list_every_difference(tmp_path: Path) -> None:
-    many = [{"task": "gsm8k", "method": "auto", "gap": 0.25, "is_near_tie": True, "prompt_id": "x"}] * 500
+    place = {"task": "gsm8k", "answers": {"auto": [0]}, "gap": 0.25, "exact_gap": None, "is_near_tie": True}
+    many = [place | {"prompt_id": "x", "position": 3}] * 500
     files = build_report([write_run(tmp_path / "run", differences=many)], tmp_path / "out")
     text = files.markdown.read_text(encoding="utf-8")
-    assert "500, listed in manifest.json" in text and len(text) < 20_000 and '"device": "A processor"' in text
+    assert "prompt_id" not in text and len(text) < 20_000 and '"device": "A processor"' in text

@@ -25,7 +25,7 @@ MAX_TILE = 64
 MAX_SPLITS = 64
 SHORT = 2048  # a context that one tile of keys for each split covers
 MAX_ROTATED, MIN_ROTATED_DIM = 64, 128  # `_rotate_attend` measured slower than two kernels for smaller heads
-MAX_WHOLE = 16  # requests whose queries are best kept together; more fill the device anyway
+MIN_WHOLE, MAX_WHOLE = 8, 16  # requests whose queries are best kept together; more fill the device anyway
 NEVER = tl.constexpr(-1.0e30)
 
 
@@ -364,7 +364,7 @@ def _short_tile(num_requests: int, num_queries: int, dim: int) -> int:
     is_measured = num_requests > 1 or num_queries <= 4 * MAX_TILE
     if dim == MIN_ROTATED_DIM and num_queries > MAX_TILE and is_measured and _has_large_memory():
         return MIN_TILE if num_requests == 1 and num_queries <= 2 * MAX_TILE else MAX_TILE
-    if dim < MIN_ROTATED_DIM and 1 < num_requests <= MAX_WHOLE:
+    if dim < MIN_ROTATED_DIM and MIN_WHOLE <= num_requests <= MAX_WHOLE:
         return MAX_TILE
     return MIN_TILE if num_queries <= MAX_TILE else 2 * MIN_TILE
 

@@ -51,7 +51,8 @@ def random_masks(num_requests: int, count: int) -> Tensor:
         (4, 4, 48, 1, 1, 2, True, 2),
         (4, 2, 32, 3, 1, 2, True, 2),
         (9, 3, 64, 3, 16, 1, False, 2),
-        (3, 1, 64, 3, 33, 4, False, 2),
+        (3, 1, 64, 8, 9, 4, False, 2),
+        (3, 1, 64, 8, 33, 1, False, 2),
         (6, 2, 16, 2, 33, 8, False, 1),
         (32, 8, 128, 1, 129, 16, True, 4),
         (32, 8, 128, 3, 1, 16, True, 4),
@@ -69,7 +70,8 @@ def test_attention(  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     num_tokens = num_requests * count
     caches = [random(num_requests + 2, num_kv, 250, dim, dtype=dtype) for _ in range(2)]
-    slots, starts = integers(*range(1, num_requests + 1)), integers(*(0, 70, 128)[:num_requests])
+    slots = integers(*range(1, num_requests + 1))
+    starts = integers(*((0, 70, 128)[place % 3] for place in range(num_requests)))
     parts = random(num_parts, num_tokens, (num_heads + 2 * num_kv) * dim)
     qkv = Parts(parts, num_parts) if num_parts > 1 else Parts(parts[0].to(dtype))
     positions = torch.randint(0, 100, (num_tokens,), dtype=torch.int32, device=DEVICE)
@@ -162,16 +164,29 @@ def test_products_behind_a_norm(kernels, dtype: torch.dtype, num_tokens: int, si
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_normalized", [False, True])
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "num_active"),
-    [(1, 8, 2), (1, 128, 8), (1, 20, 3), (1, 4, 1), (2, 128, 8), (16, 20, 3), (40, 128, 8), (5, 4, 1)],
+    ("num_tokens", "num_experts", "num_active", "size", "inner"),
+    [
+        (1, 8, 2, 96, 80),
+        (1, 128, 8, 96, 80),
+        (1, 8, 2, 2048, 768),
+        (1, 20, 3, 96, 80),
+        (1, 4, 1, 96, 80),
+        (1, 4, 2, 130, 9000),
+        (1, 160, 1, 96, 80),
+        (2, 128, 8, 96, 80),
+        (16, 20, 3, 96, 80),
+        (40, 128, 8, 96, 80),
+        (5, 4, 1, 96, 80),
+    ],
 )
 def test_routed_experts(  # type: ignore[no-untyped-def]
-    kernels, dtype, is_normalized, num_tokens, num_experts, num_active
+    kernels, dtype, is_normalized, num_tokens, num_experts, num_active, size, inner
 ) -> None:
     torch.manual_seed(0)
-    x, delta = random(num_tokens, 96, dtype=dtype), Parts(random(2, num_tokens, 96), 2)
-    norm, router = random(96, dtype=dtype), random(num_experts, 96, dtype=dtype) / 10
-    gate_up, down = random(num_experts, 2 * 80, 96, dtype=dtype) / 10, random(num_experts, 96, 80, dtype=dtype) / 9
+    x, delta = random(num_tokens, size, dtype=dtype), Parts(random(2, num_tokens, size), 2)
+    norm, router = random(size, dtype=dtype), random(num_experts, size, dtype=dtype) / size**0.5
+    gate_up = random(num_experts, 2 * inner, size, dtype=dtype) / size**0.5
+    down = random(num_experts, size, inner, dtype=dtype) / inner**0.5
     given = (x, delta, norm, 1e-6, router, gate_up, down, num_active, is_normalized, 132)
     (total, parts), (expected_total, expected) = kernels.norm_routed_mlp(*given), reference.norm_routed_mlp(*given)
     assert_close(total, expected_total, dtype)

@@ -19,12 +19,12 @@ from blockpilot.decoding.drafter import DraftRequest, Observation, cut
 from blockpilot.decoding.taps_buffer import TapsBuffer
 from blockpilot.models.dflash import CandidateSelector
 from blockpilot.models.fused import FusedDFlash
-from blockpilot.models.gpu import capture, graph_pool, wait_for
+from blockpilot.models.gpu import capture, check_memory, graph_pool, wait_for
 from blockpilot.models.kernels_reference import Noise
 
 COUNTS = (2, 4, 8, 16, 32, MAX_BLOCK_SIZE)  # observed tokens, rounded up; a slot has room for that many more
 BLOCKS = (2, 4, 8, 12, 16, 20, 24, 32, 48, MAX_BLOCK_SIZE)  # block sizes, likewise
-MAX_ROWS = 2048
+MAX_ROWS = 2048  # of one recorded draft: 64 requests of 32
 MAX_CANDIDATES = 16
 
 
@@ -56,6 +56,10 @@ class PlannedDFlashDrafter(DFlashDrafter):
         self.context_weight = self.model.context_weight().detach()
         is_linear = isinstance(self.head, nn.Linear) and self.head.bias is None
         self._head_weight: Tensor | None = cast(nn.Linear, self.head).weight if is_linear else None
+        num_logits = 0 if self._head_weight is None else len(self._head_weight)
+        width = num_logits + self.model.config.layers.hidden_size
+        needed = _num_results(num_slots) * width * self.cache.rows.element_size()
+        check_memory(self.device, needed, "the drafter's results")
         self._spare_slot = num_slots
         self._offsets = np.arange(COUNTS[-1], dtype=np.int32)
         self._pool = graph_pool(self.device)
@@ -220,7 +224,7 @@ class PlannedDFlashDrafter(DFlashDrafter):
     def _result_buffers(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Places for results of these shapes. Drafts never run at the same time, so all share the same memory."""
         if self._results is None:
-            num_rows = min(MAX_ROWS, round_up(self._spare_slot, REQUESTS) * MAX_BLOCK_SIZE)
+            num_rows = _num_results(self._spare_slot)
             self._results = hidden.new_empty(num_rows, hidden.shape[-1]), logits.new_empty(num_rows, logits.shape[-1])
         num_rows = hidden.shape[0] * hidden.shape[1]
         return self._results[0][:num_rows].view_as(hidden), self._results[1][:num_rows].view_as(logits)
@@ -272,6 +276,10 @@ class PlannedDFlashDrafter(DFlashDrafter):
 
             self._views[key] = staging, capture(run, self.device, self._pool)
         return self._views[key]
+
+
+def _num_results(num_slots: int) -> int:
+    return min(MAX_ROWS, round_up(num_slots, REQUESTS) * MAX_BLOCK_SIZE)
 
 
 def _host_copy(part: Tensor) -> Tensor:

@@ -25,7 +25,8 @@ MAX_TILE = 64
 MAX_SPLITS = 64
 SHORT = 2048  # a context that one tile of keys for each split covers
 MAX_ROTATED, MIN_ROTATED_DIM = 64, 128  # `_rotate_attend` measured slower than two kernels for smaller heads
-MIN_WHOLE, MAX_WHOLE = 8, 16  # requests whose queries are best kept together; more fill the device anyway
+MAX_SMALL_DIM = 64
+MIN_WHOLE, MAX_WHOLE = 8, 16  # requests whose queries of small heads are best kept together; more fill the device
 NEVER = tl.constexpr(-1.0e30)
 
 
@@ -316,7 +317,7 @@ def attend(
 def _is_early(num_requests: int, dim: int, context: int) -> bool:
     """Whether a program loads its first tile of keys early. In long loops, and where others share its processor, a tile
     of its own costs more than it saves."""
-    return context <= SHORT and (num_requests == 1 or dim < MIN_ROTATED_DIM)
+    return context <= SHORT and (num_requests == 1 or dim <= MAX_SMALL_DIM)
 
 
 def _num_stages(num_splits: int, context: int) -> int:
@@ -360,11 +361,13 @@ def choose_tile(num_requests: int, num_queries: int, dim: int, context: int) -> 
 
 def _short_tile(num_requests: int, num_queries: int, dim: int) -> int:
     """Measured inside whole checks of an H200: heads of 64 with 1 to 64 requests of up to 192 queries; of 128 with 128
-    and 256."""
-    is_measured = num_requests > 1 or num_queries <= 4 * MAX_TILE
-    if dim == MIN_ROTATED_DIM and num_queries > MAX_TILE and is_measured and _has_large_memory():
-        return MIN_TILE if num_requests == 1 and num_queries <= 2 * MAX_TILE else MAX_TILE
-    if dim < MIN_ROTATED_DIM and MIN_WHOLE <= num_requests <= MAX_WHOLE:
+    and 256 queries."""
+    if dim == MIN_ROTATED_DIM and num_queries > MAX_TILE and _has_large_memory():
+        if num_requests > 1:
+            return MAX_TILE
+        if num_queries <= 4 * MAX_TILE:
+            return MIN_TILE if num_queries <= 2 * MAX_TILE else MAX_TILE
+    if dim <= MAX_SMALL_DIM and MIN_WHOLE <= num_requests <= MAX_WHOLE:
         return MAX_TILE
     return MIN_TILE if num_queries <= MAX_TILE else 2 * MIN_TILE
 

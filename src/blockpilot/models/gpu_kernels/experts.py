@@ -8,11 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, launch, sum_parts, wait
-from blockpilot.models.gpu_kernels.products import can_norm, halves, linear, norm_product
+from blockpilot.models.gpu_kernels.products import can_norm, head_and_rest, linear, multiply_few
 from blockpilot.models.gpu_kernels.sublayers import add_norm
 from blockpilot.models.kernels_reference import Parts
 
-MAX_FIRST, MAX_SECOND = 16384, 16384  # numbers of a token's experts that the registers of one program hold
+MAX_HELD = 16384  # numbers of a token's experts that the registers of one program hold
+MAX_RANKED = 128  # experts that every program may rank by itself: the work grows with their square
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -51,14 +52,14 @@ def _route(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _rank(logits, EXPERTS: tl.constexpr, PAD: tl.constexpr, ACTIVE: tl.constexpr, IS_NORMALIZED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of one token: for every expert how many are better, and its share. Counting takes one reduction, choosing the
-    best one by one two for each."""
+    best one by one two for each. Logits are read past the processor's own cache: a kernel may do so before it waits."""
     width: tl.constexpr = min(PAD, 32)
     experts = tl.arange(0, PAD)
-    mine = tl.load(logits + experts, mask=experts < EXPERTS, other=float("-inf"))
+    mine = tl.load(logits + experts, mask=experts < EXPERTS, other=float("-inf"), cache_modifier=".cg")
     ahead = tl.zeros([PAD, width], tl.int32)
     for at in tl.static_range(0, PAD, width):
         others = at + tl.arange(0, width)
-        theirs = tl.load(logits + others, mask=others < EXPERTS, other=float("-inf"))
+        theirs = tl.load(logits + others, mask=others < EXPERTS, other=float("-inf"), cache_modifier=".cg")
         is_tied = (theirs[None, :] == mine[:, None]) & (others[None, :] < experts[:, None])
         ahead += ((theirs[None, :] > mine[:, None]) | is_tied).to(tl.int32)
     ranks = tl.sum(ahead, axis=1)
@@ -177,9 +178,9 @@ def norm_routed_mlp(
     is_normalized: bool, num_processors: int,
 ) -> tuple[Tensor, Parts]:  # fmt: skip
     """x + delta, and what the experts that `router` chooses make of its RMSNorm."""
-    if len(x) == 1 and can_norm(x, delta, router):
+    if len(x) == 1 and len(router) <= MAX_RANKED and can_norm(x, delta, router):
         normed, logits = torch.empty_like(x), torch.empty(1, len(router), dtype=torch.float32, device=x.device)
-        total = norm_product(x, router, logits, delta, norm, eps, normed)
+        total = multiply_few(x, router, logits, delta, norm, eps, normed)
         return total, Parts(_through_experts(normed, logits, gate_up, down, num_active, is_normalized))
     total, normed = add_norm(x, delta, norm, eps)
     return total, _routed_mlp(normed, linear(normed, router, num_processors), gate_up, down, num_active, is_normalized)
@@ -194,28 +195,29 @@ def _through_experts(
     options: dict[str, Any] = {"EXPERTS": num_experts, "PAD": triton.next_power_of_2(num_experts), "ACTIVE": num_active}
     options |= {"IS_OVERLAPPED": overlap, **launch(overlap)}
     middle = torch.empty(num_active, inner, dtype=x.dtype, device=x.device)
-    rows, warps = plan_first(x.shape[1])
+    size = x.shape[1]
+    rows, warps = plan_first(size)
     first: Any = _first_of_token[(triton.cdiv(inner, rows), num_active)]
-    first(x, logits, gate_up, middle, inner, x.shape[1], ROWS=rows, num_warps=warps, **halves(x.shape[1]), **options)
+    first(x, logits, gate_up, middle, inner, size, ROWS=rows, num_warps=warps, **head_and_rest(size), **options)
     out = torch.empty(1, num_rows, dtype=torch.float32, device=x.device)
     places = triton.next_power_of_2(num_active)
     rows, warps = plan_second(places, inner)
     second: Any = _second_of_token[(triton.cdiv(num_rows, rows),)]
     second(
         middle, logits, down, out, num_rows, inner, PLACES=places, ROWS=rows, IS_NORMALIZED=is_normalized,
-        num_warps=warps, **halves(inner), **options,
+        num_warps=warps, **head_and_rest(inner), **options,
     )  # fmt: skip
     return out
 
 
 def plan_first(size: int) -> tuple[int, int]:
     """Rows of a program, and its warps."""
-    return max(1, MAX_FIRST // (2 * triton.next_power_of_2(size))), 4
+    return max(1, MAX_HELD // (2 * triton.next_power_of_2(size))), 4
 
 
 def plan_second(num_places: int, size: int) -> tuple[int, int]:
-    rows = max(1, MAX_SECOND // (num_places * triton.next_power_of_2(size)))
-    return rows, 4 if num_places * size * rows <= MAX_SECOND else 8
+    rows = max(1, MAX_HELD // (num_places * triton.next_power_of_2(size)))
+    return rows, 4 if num_places * size * rows <= MAX_HELD else 8
 
 
 def _routed_mlp(x: Tensor, logits: Parts, gate_up: Tensor, down: Tensor, num_active: int, is_normalized: bool) -> Parts:

@@ -200,19 +200,22 @@ def _plan_large(num_tokens: int, num_rows: int, size: int, num_processors: int) 
     return LinearPlan(tokens, 64, depth, max(1, min(wanted, most)), is_early=False, num_stages=3)
 
 
-def plan_gated(num_tokens: int, num_rows: int, size: int, num_processors: int) -> LinearPlan:
+def plan_gated(
+    num_tokens: int, num_rows: int, size: int, num_processors: int, *, has_memory: bool = False
+) -> LinearPlan:
     """Half of a program's rows are of the gate, half of the up projection."""
     if size >= MIN_DEEP and num_tokens <= MAX_TILE:
         tokens = _fitting_tile(num_tokens)
         is_full = tokens == MAX_TILE
         return LinearPlan(tokens, 64, 64 if is_full else 128, is_early=False, num_stages=4 if is_full else 3)
-    # small models wait for memory more than they read it
+    stages = 6 if has_memory else 4  # small models wait for memory more than they read it
     if 2 * MIN_TILE < num_tokens <= 3 * MIN_TILE:
         return LinearPlan(2 * MIN_TILE, 64, 64, num_stages=6)
     if 3 * MIN_TILE < num_tokens <= MAX_TILE:
-        return LinearPlan(MAX_TILE, 128, 64, num_stages=6)
+        return LinearPlan(MAX_TILE, 128, 64, num_stages=stages)
     tokens, is_early = _tile(num_tokens, -(-num_rows // 64), num_processors)
-    return LinearPlan(tokens, 128, 64, is_early=is_early, num_stages=6 if size < MIN_DEEP and tokens < MAX_TILE else 4)
+    is_small = size < MIN_DEEP and tokens < MAX_TILE
+    return LinearPlan(tokens, 128, 64, is_early=is_early, num_stages=stages if is_small else 4)
 
 
 def _fitting_tile(num_tokens: int) -> int:
@@ -243,8 +246,8 @@ def are_few(x: Tensor, weight: Tensor) -> bool:
 
 
 def can_norm(x: Tensor, delta: Parts | None, weight: Tensor) -> bool:
-    """Whether the product adds and norms by itself. Every program does, so there must not be much to add up: routed
-    experts leave a part each."""
+    """Whether the product adds and norms by itself. Every program does, so there must not be much to add up: the
+    routed experts of several tokens leave a part each."""
     return are_few(x, weight) and (delta is None or delta.num_parts <= MAX_ADDED)
 
 
@@ -258,7 +261,7 @@ def linear(
     num_rows = len(weight)
     if plan is None and are_few(x, weight):
         out = torch.empty(num_tokens, num_rows, dtype=torch.float32, device=x.device) if out is None else out
-        norm_product(x, weight, out)
+        multiply_few(x, weight, out)
         return Parts(out)
     has_memory = has_large_memory(x.device)
     plan = plan or plan_linear(num_tokens, num_rows, size, num_processors, has_memory=has_memory)
@@ -280,9 +283,9 @@ def gated_linear(x: Tensor, weight: Tensor, num_processors: int, plan: LinearPla
     num_rows = len(weight) // 2
     out = torch.empty(num_tokens, num_rows, dtype=x.dtype, device=x.device)
     if plan is None and are_few(x, weight):
-        norm_product(x, weight, out)
+        multiply_few(x, weight, out)
         return out
-    plan = plan or plan_gated(num_tokens, num_rows, size, num_processors)
+    plan = plan or plan_gated(num_tokens, num_rows, size, num_processors, has_memory=has_large_memory(x.device))
     _multiply(x, weight, out, num_rows, plan, size, is_gated=True)
     return out
 
@@ -295,7 +298,7 @@ def norm_linear(
         total, normed = add_norm(x, delta, norm, eps)
         return total, linear(normed, weight, num_processors)
     out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
-    return norm_product(x, weight, out, delta, norm, eps), Parts(out)
+    return multiply_few(x, weight, out, delta, norm, eps), Parts(out)
 
 
 def norm_gated_linear(
@@ -306,10 +309,10 @@ def norm_gated_linear(
         total, normed = add_norm(x, delta, norm, eps)
         return total, gated_linear(normed, weight, num_processors)
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    return norm_product(x, weight, out, delta, norm, eps), out
+    return multiply_few(x, weight, out, delta, norm, eps), out
 
 
-def norm_product(
+def multiply_few(
     x: Tensor, weight: Tensor, out: Tensor, delta: Parts | None = None, norm: Tensor | None = None, eps: float = 0.0,
     normed: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -325,17 +328,17 @@ def norm_product(
         x, x if delta is None else delta.values, x if norm is None else norm, weight, total,
         total if normed is None else normed, out, num_rows, size,
         0 if delta is None else delta.stride, eps, TOKENS=len(x), ROWS=rows,
-        **halves(size), PARTS=0 if delta is None else delta.num_parts,
+        **head_and_rest(size), PARTS=0 if delta is None else delta.num_parts,
         HAS_NORM=norm is not None, KEEPS_NORMED=normed is not None, IS_GATED=is_gated, IS_OVERLAPPED=overlap,
         num_warps=warps, **launch(overlap),
     )  # fmt: skip
     return total
 
 
-def halves(size: int) -> dict[str, int]:
+def head_and_rest(size: int) -> dict[str, int]:
     """A row of any length as two powers of two."""
-    head = triton.next_power_of_2(size) // 2
-    return {"HEAD": head, "REST": triton.next_power_of_2(size - head)}
+    head = max(1, triton.next_power_of_2(size) // 2)
+    return {"HEAD": head, "REST": triton.next_power_of_2(max(1, size - head))}
 
 
 def plan_few(size: int, *, is_gated: bool) -> tuple[int, int]:

@@ -36,7 +36,7 @@ MAX_ROWS = 4096  # tokens of all requests in one planned pass
 MAX_LOGITS_BYTES = 5 << 28  # of all rows together: fewer rows for large vocabularies
 PATH_WIDTH = MAX_TREE_NODES + 1
 MAX_PIECES = 16  # of prompts; beyond them one unplanned pass is as fast
-MAX_ROUTED_ROWS = 64  # the same where experts are routed: every program looks at all of them
+MAX_ROUTED_ROWS = 1024  # the same where experts are routed: each leaves a float32 part of every token
 
 
 @dataclass
@@ -239,5 +239,6 @@ def _bytes_needed(config: DecoderConfig, num_slots: int, context_length: int, ma
     cache = (num_slots + 1) * (context_length + MAX_TREE_NODES) * row
     sizes = [size * count for size in REQUESTS if size <= round_up(num_slots, REQUESTS) for count in COUNTS]
     kept = len(context_classes(context_length)) * sum(rows for rows in sizes if rows <= max_rows)  # of every pass
-    results = max_rows * (config.vocab_size + 8 * config.hidden_size) + kept * config.hidden_size
+    num_hidden = 8 if config.moe is None else 8 + 2 * config.moe.num_active  # of a row; experts leave float32 parts
+    results = max_rows * (config.vocab_size + num_hidden * config.hidden_size) + kept * config.hidden_size
     return (cache + results) * dtype.itemsize

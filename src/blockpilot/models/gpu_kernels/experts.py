@@ -7,59 +7,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, launch, sum_parts, wait
+from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, launch, wait
 from blockpilot.models.gpu_kernels.products import can_norm, head_and_rest, linear, multiply_few
 from blockpilot.models.gpu_kernels.sublayers import add_norm
 from blockpilot.models.kernels_reference import Parts
 
 MAX_HELD = 16384  # numbers of a token's experts that the registers of one program hold
+MAX_BLOCK = 64  # tokens of an expert that one program takes
 MAX_RANKED = 128  # experts that every program may rank by itself: the work grows with their square
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _route(  # type: ignore[no-untyped-def]
-    logits, ids, shares, totals, used, num_tokens, num_used, part_stride,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, ACTIVE: tl.constexpr, PARTS: tl.constexpr,
-    IS_NORMALIZED: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
-):  # fmt: skip
-    wait(IS_OVERLAPPED)
-    tokens, experts = tl.arange(0, TOKENS), tl.arange(0, PAD)
-    is_token = tokens < num_tokens
-    is_place = is_token[:, None] & (experts < EXPERTS)[None, :]
-    places = tokens[:, None] * EXPERTS + experts[None, :]
-    x = sum_parts(logits, places, part_stride, is_place, PARTS)
-    x = tl.where((experts < EXPERTS)[None, :], x, float("-inf"))
-    x = tl.exp(x - tl.max(x, axis=1)[:, None])
-    x = x / tl.sum(x, axis=1)[:, None]
-    is_used = tl.zeros([PAD], tl.int32)
-    total = tl.zeros([TOKENS], tl.float32)
-    for rank in tl.static_range(0, ACTIVE):
-        share, expert = tl.max(x, axis=1, return_indices=True)
-        expert = tl.minimum(expert, EXPERTS - 1)  # not a number has no place
-        tl.store(ids + tokens * ACTIVE + rank, expert, mask=is_token)
-        tl.store(shares + tokens * ACTIVE + rank, share, mask=is_token)
-        total += share
-        is_taken = experts[None, :] == expert[:, None]
-        is_used = is_used | tl.max((is_taken & is_token[:, None]).to(tl.int32), axis=0)
-        x = tl.where(is_taken, -1.0, x)
-    tl.store(totals + tokens, total if IS_NORMALIZED else total * 0 + 1, mask=is_token)
-    count = tl.sum(is_used, axis=0)
-    tl.store(used + tl.cumsum(is_used, axis=0) - 1, experts, mask=is_used == 1)
-    rest = tl.arange(0, PAD)
-    tl.store(used + rest, tl.full([PAD], -1, tl.int32), mask=(rest >= count) & (rest < num_used))
+def _read_logits(logits, experts, part_stride, EXPERTS: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Past the processor's own cache: a kernel may read them before it waits."""
+    is_expert = experts < EXPERTS
+    total = tl.load(logits + experts, mask=is_expert, other=0.0, cache_modifier=".cg").to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        places = logits + part * part_stride + experts
+        total += tl.load(places, mask=is_expert, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return tl.where(is_expert, total, float("-inf"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rank(logits, EXPERTS: tl.constexpr, PAD: tl.constexpr, ACTIVE: tl.constexpr, IS_NORMALIZED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rank(  # type: ignore[no-untyped-def]
+    logits, part_stride,
+    EXPERTS: tl.constexpr, PAD: tl.constexpr, ACTIVE: tl.constexpr, PARTS: tl.constexpr, IS_NORMALIZED: tl.constexpr,
+):  # fmt: skip
     """Of one token: for every expert how many are better, and its share. Counting takes one reduction, choosing the
-    best one by one two for each. Logits are read past the processor's own cache: a kernel may do so before it waits."""
+    best one by one two for each."""
     width: tl.constexpr = min(PAD, 32)
     experts = tl.arange(0, PAD)
-    mine = tl.load(logits + experts, mask=experts < EXPERTS, other=float("-inf"), cache_modifier=".cg")
+    mine = _read_logits(logits, experts, part_stride, EXPERTS, PARTS)
     ahead = tl.zeros([PAD, width], tl.int32)
     for at in tl.static_range(0, PAD, width):
         others = at + tl.arange(0, width)
-        theirs = tl.load(logits + others, mask=others < EXPERTS, other=float("-inf"), cache_modifier=".cg")
+        theirs = _read_logits(logits, others, part_stride, EXPERTS, PARTS)
         is_tied = (theirs[None, :] == mine[:, None]) & (others[None, :] < experts[:, None])
         ahead += ((theirs[None, :] > mine[:, None]) | is_tied).to(tl.int32)
     ranks = tl.sum(ahead, axis=1)
@@ -78,7 +60,7 @@ def _first_of_token(  # type: ignore[no-untyped-def]
     if IS_OVERLAPPED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # only now: the next kernel reads the logits before it waits
-    ranks, _ = _rank(logits, EXPERTS, PAD, ACTIVE, False)
+    ranks, _ = _rank(logits, 0, EXPERTS, PAD, ACTIVE, 1, False)
     chosen = tl.sum(tl.where(ranks == tl.program_id(1), tl.arange(0, PAD), 0), axis=0)
     expert = tl.minimum(chosen, EXPERTS - 1).to(tl.int64)  # not a number has no rank
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -107,7 +89,7 @@ def _second_of_token(  # type: ignore[no-untyped-def]
     """Rows of the down projections of all chosen experts, loaded before the first product is there, and their sum."""
     if IS_OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
-    ranks, shares = _rank(logits, EXPERTS, PAD, ACTIVE, IS_NORMALIZED)
+    ranks, shares = _rank(logits, 0, EXPERTS, PAD, ACTIVE, 1, IS_NORMALIZED)
     places = tl.arange(0, PLACES)
     is_here = ranks[:, None] == places[None, :]
     experts = tl.minimum(tl.sum(tl.where(is_here, tl.arange(0, PAD)[:, None], 0), axis=0), EXPERTS - 1).to(tl.int64)
@@ -131,26 +113,51 @@ def _second_of_token(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _experts(  # type: ignore[no-untyped-def]
-    x, weight, ids, shares, totals, used, out, num_tokens, num_rows, size,
-    TOKENS: tl.constexpr, ACTIVE: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, IS_GATED: tl.constexpr,
+def _route(  # type: ignore[no-untyped-def]
+    logits, members, counts, shares, num_tokens, part_stride,
+    EXPERTS: tl.constexpr, PAD: tl.constexpr, ACTIVE: tl.constexpr, PARTS: tl.constexpr, IS_NORMALIZED: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
+    """A token joins the lists of its best experts. Their order is that of arrival, on which no result depends."""
+    wait(IS_OVERLAPPED)
+    token = tl.program_id(0)
+    start = logits + token.to(tl.int64) * EXPERTS
+    ranks, own = _rank(start, part_stride, EXPERTS, PAD, ACTIVE, PARTS, IS_NORMALIZED)
+    experts = tl.arange(0, PAD)
+    is_chosen = (ranks < ACTIVE) & (experts < EXPERTS)
+    places = tl.atomic_add(counts + experts, 1, mask=is_chosen)
+    pairs = token * ACTIVE + ranks
+    tl.store(members + experts * num_tokens + places, pairs, mask=is_chosen)
+    tl.store(shares + pairs, own, mask=is_chosen)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _experts(  # type: ignore[no-untyped-def]
+    x, weight, members, counts, shares, out, num_tokens, num_rows, size,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, PAD: tl.constexpr, ACTIVE: tl.constexpr, ROWS: tl.constexpr,
+    DEPTH: tl.constexpr, IS_GATED: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    """Rows of one expert for a block of its tokens; experts have as many blocks one behind the other as they need."""
     wait(IS_OVERLAPPED)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    expert = tl.load(used + tl.program_id(1))
-    tokens, depth = tl.arange(0, TOKENS), tl.arange(0, DEPTH)
-    rank = tl.full([TOKENS], -1, tl.int32)
-    for one in tl.static_range(0, ACTIVE):
-        chosen = tl.load(ids + tokens * ACTIVE + one, mask=tokens < num_tokens, other=-2)
-        rank = tl.where(chosen == expert, one, rank)
-    is_mine = rank >= 0
-    pair = tokens * ACTIVE + tl.maximum(rank, 0)
-    last = tl.where(expert >= 0, size, 0)  # a program without an expert does nothing
+    block, depth = tl.program_id(1), tl.arange(0, DEPTH)
+    experts = tl.arange(0, PAD)
+    held = tl.load(counts + experts, mask=experts < EXPERTS, other=0)
+    blocks = (held + TOKENS - 1) // TOKENS
+    ends = tl.cumsum(blocks, axis=0)
+    expert = tl.sum((ends <= block).to(tl.int32), axis=0)  # none for a block behind the last
+    is_it = experts == expert
+    num_held = tl.sum(tl.where(is_it, held, 0), axis=0)
+    places = (block - tl.sum(tl.where(is_it, ends - blocks, 0), axis=0)) * TOKENS + tl.arange(0, TOKENS)
+    is_mine = places < num_held
+    expert = tl.minimum(expert, EXPERTS - 1)
+    pairs = tl.load(members + expert * num_tokens + places, mask=is_mine, other=0)
+    tokens = pairs // ACTIVE
+    last = tl.where(num_held > 0, size, 0)  # a program without an expert does nothing
     is_row = rows < num_rows
     height = num_rows * 2 if IS_GATED else num_rows
-    base = weight + (tl.maximum(expert, 0).to(tl.int64) * height + tl.where(is_row, rows, 0))[:, None] * size
-    read = tokens if IS_GATED else pair  # the first product reads the token, the second what the first made of it
+    base = weight + (expert.to(tl.int64) * height + tl.where(is_row, rows, 0))[:, None] * size
+    read = tokens if IS_GATED else pairs  # the first product reads the token, the second what the first made of it
     inputs = x + read.to(tl.int64)[:, None] * size
     sums = tl.zeros([ROWS, TOKENS], tl.float32)
     ups = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -165,12 +172,12 @@ def _experts(  # type: ignore[no-untyped-def]
             ups = tl.dot(tile, tl.trans(columns), ups, input_precision="ieee")
     is_place = is_row[:, None] & is_mine[None, :]
     if IS_GATED:
-        places = pair.to(tl.int64)[None, :] * num_rows + rows[:, None]
-        tl.store(out + places, (sums / (1 + tl.exp(-sums)) * ups).to(out.dtype.element_ty), mask=is_place)
+        targets = pairs.to(tl.int64)[None, :] * num_rows + rows[:, None]
+        tl.store(out + targets, (sums / (1 + tl.exp(-sums)) * ups).to(out.dtype.element_ty), mask=is_place)
     else:
-        share = tl.load(shares + pair, mask=is_mine, other=0.0) / tl.load(totals + tokens, mask=is_mine, other=1.0)
-        places = (tl.maximum(rank, 0) * num_tokens + tokens).to(tl.int64)[None, :] * num_rows + rows[:, None]
-        tl.store(out + places, sums * share[None, :], mask=is_place)
+        share = tl.load(shares + pairs, mask=is_mine, other=0.0)
+        targets = (pairs % ACTIVE * num_tokens + tokens).to(tl.int64)[None, :] * num_rows + rows[:, None]
+        tl.store(out + targets, sums * share[None, :], mask=is_place)
 
 
 def norm_routed_mlp(
@@ -179,11 +186,13 @@ def norm_routed_mlp(
 ) -> tuple[Tensor, Parts]:  # fmt: skip
     """x + delta, and what the experts that `router` chooses make of its RMSNorm."""
     if len(x) == 1 and len(router) <= MAX_RANKED and can_norm(x, delta, router):
-        normed, logits = torch.empty_like(x), torch.empty(1, len(router), dtype=torch.float32, device=x.device)
-        total = multiply_few(x, router, logits, delta, norm, eps, normed)
-        return total, Parts(_through_experts(normed, logits, gate_up, down, num_active, is_normalized))
+        normed, scores = torch.empty_like(x), torch.empty(1, len(router), dtype=torch.float32, device=x.device)
+        total = multiply_few(x, router, scores, delta, norm, eps, normed)
+        return total, Parts(_through_experts(normed, scores, gate_up, down, num_active, is_normalized))
+    counts = torch.zeros(len(router), dtype=torch.int32, device=x.device)
     total, normed = add_norm(x, delta, norm, eps)
-    return total, _routed_mlp(normed, linear(normed, router, num_processors), gate_up, down, num_active, is_normalized)
+    logits = linear(normed, router, num_processors)
+    return total, _through_lists(normed, logits, counts, gate_up, down, num_active, is_normalized)
 
 
 def _through_experts(
@@ -220,40 +229,36 @@ def plan_second(num_places: int, size: int) -> tuple[int, int]:
     return rows, 4 if num_places * size * rows <= MAX_HELD else 8
 
 
-def _routed_mlp(x: Tensor, logits: Parts, gate_up: Tensor, down: Tensor, num_active: int, is_normalized: bool) -> Parts:
-    """Each token through its best experts: gate_up [experts, 2 * F, H], down [experts, H, F].
-
-    Only experts that were chosen are read. A program takes rows of one of them for all tokens at once, so no weight is
-    read twice. What the experts of a token yield are parts of the sum.
-    """
+def _through_lists(
+    x: Tensor, logits: Parts, counts: Tensor, gate_up: Tensor, down: Tensor, num_active: int, is_normalized: bool
+) -> Parts:
+    """Several tokens: every expert gets a list of those that chose it, `counts` (zeros) its length. A program takes
+    rows of one expert for a block of its list, so that weights are read once where lists are short. What the experts of
+    a token yield are parts of the sum."""
     num_tokens, size = x.shape
     num_experts, num_rows, inner = down.shape
-    num_used = min(num_experts, num_tokens * num_active)
-    ids = torch.empty(num_tokens, num_active, dtype=torch.int32, device=x.device)
-    shares = torch.empty(num_tokens, num_active, dtype=torch.float32, device=x.device)
-    totals = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
-    used = torch.empty(num_used, dtype=torch.int32, device=x.device)
-    tokens = triton.next_power_of_2(num_tokens)
+    num_pairs = num_tokens * num_active
+    members = torch.empty(num_experts, num_tokens, dtype=torch.int32, device=x.device)
+    shares = torch.empty(num_pairs, dtype=torch.float32, device=x.device)
     overlap = can_overlap(x.device)
-    options: dict[str, Any] = {"IS_OVERLAPPED": overlap, **launch(overlap)}
-    route: Any = _route[(1,)]
+    options: dict[str, Any] = {"EXPERTS": num_experts, "PAD": triton.next_power_of_2(num_experts), "ACTIVE": num_active}
+    options |= {"IS_OVERLAPPED": overlap, **launch(overlap)}
+    route: Any = _route[(num_tokens,)]
     route(
-        logits.values, ids, shares, totals, used, num_tokens, num_used, logits.stride, TOKENS=tokens,
-        EXPERTS=num_experts, PAD=triton.next_power_of_2(num_experts), ACTIVE=num_active, PARTS=logits.num_parts,
-        IS_NORMALIZED=is_normalized, num_warps=1 if tokens <= 2 else 4 if tokens <= 16 else 8, **options,
+        logits.values, members, counts, shares, num_tokens, logits.stride, PARTS=logits.num_parts,
+        IS_NORMALIZED=is_normalized, **options, num_warps=4 if num_experts <= 256 else 8,
     )  # fmt: skip
-    middle = torch.empty(num_tokens * num_active, inner, dtype=x.dtype, device=x.device)
+    middle = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
     out = torch.empty(num_active, num_tokens, num_rows, dtype=torch.float32, device=x.device)
-    options |= {"TOKENS": max(MIN_TILE, tokens), "ACTIVE": num_active, "DEPTH": 64 if x.dtype == torch.float32 else 128}
+    tokens = min(MAX_BLOCK, max(MIN_TILE, triton.next_power_of_2(triton.cdiv(num_pairs, num_experts))))
+    num_used = min(num_experts, num_pairs)
+    num_blocks = num_used + (num_pairs - num_used) // tokens  # as many as there can be
+    options |= {"TOKENS": tokens, "DEPTH": 64 if x.dtype == torch.float32 else 128}
+    options |= {"num_warps": 4, "num_stages": 3}
     rows = 16 if num_tokens == 1 else 32  # few experts leave processors idle, or one with twice the work of another
-    first: Any = _experts[(triton.cdiv(inner, rows), num_used)]
-    first(
-        x, gate_up, ids, shares, totals, used, middle, num_tokens, inner, size, ROWS=rows, IS_GATED=True, num_warps=4,
-        num_stages=3, **options,
-    )  # fmt: skip
-    second: Any = _experts[(triton.cdiv(num_rows, 64), num_used)]
-    second(
-        middle, down, ids, shares, totals, used, out, num_tokens, num_rows, inner, ROWS=64, IS_GATED=False, num_warps=4,
-        num_stages=3, **options,
-    )  # fmt: skip
+    lists = members, counts, shares
+    first: Any = _experts[(triton.cdiv(inner, rows), num_blocks)]
+    first(x, gate_up, *lists, middle, num_tokens, inner, size, ROWS=rows, IS_GATED=True, **options)
+    second: Any = _experts[(triton.cdiv(num_rows, 64), num_blocks)]
+    second(middle, down, *lists, out, num_tokens, num_rows, inner, ROWS=64, IS_GATED=False, **options)
     return Parts(out, num_active) if num_active > 1 else Parts(out[0])

@@ -33,7 +33,7 @@ class Calibration:
 
     @cached_property
     def plain_weights(self) -> FloatArray:
-        """In the form of `compiled.py`."""
+        """In the form of `compiled/`."""
         return np.array(self.weights, dtype=np.float32, order="C")
 
     @classmethod

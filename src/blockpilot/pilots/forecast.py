@@ -185,7 +185,7 @@ class Forecast:
 
     @cached_property
     def _arrays(self) -> tuple[FloatArray, Values]:
-        """Weights and draft sizes in the form of `compiled.py`."""
+        """Weights and draft sizes in the form of `compiled/`."""
         weights = np.zeros((0, 0, 0, 0)) if self.weights is None else self.weights
         swapped = np.array(weights.swapaxes(2, 3), dtype=np.float32, order="C")  # [sizes, levels, features, nodes]
         return swapped, np.array(self.draft_sizes, dtype=np.float64)

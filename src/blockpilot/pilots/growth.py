@@ -2,7 +2,7 @@
 
 Every way to order nodes is a stream of (probability that the node's whole path is right, parent, token id), likeliest
 first, parents before children. `grow_chain` and `grow_tree` take a number of nodes from a stream; `grow_by_cost` takes
-as many as bring the most tokens per millisecond. Out of candidates, `compiled.py` grows the same without a stream.
+as many as bring the most tokens per millisecond. Out of candidates, `compiled/` grows the same without a stream.
 """
 
 from collections.abc import Iterator, Sequence
@@ -290,7 +290,7 @@ def proposed_chain(tree: ProposedTree) -> Stream:
 
 
 def _plain_arrays(candidates: Candidates) -> tuple[IntArray, FloatArray, FloatArray, FloatArray]:
-    """The arrays themselves, or copies in the one form that `compiled.py` is compiled for."""
+    """The arrays themselves, or copies in the one form that `compiled/` is compiled for."""
     first, pairwise = candidates.first, candidates.pairwise
     if first is None or pairwise is None:
         first, pairwise = NO_FIRST, NO_PAIRS

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def load_compiled() -> ModuleType | None:
-    """`compiled.py`, ready to run, where Numba is installed; None: Python decides the same, more slowly.
+    """`compiled/`, ready to run, where Numba is installed; None: Python decides the same, more slowly.
 
     The first call takes half a second, or several where nothing is kept on disk yet, so pilots ask when they are made.
     """

@@ -217,7 +217,7 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch) -> N
     from numba import int64
     from numba.core.caching import CacheImpl
 
-    from blockpilot.pilots.compiled import compiled
+    from blockpilot.pilots.compiled.jit import compiled
 
     monkeypatch.setattr(CacheImpl, "_locator_classes", [])  # as if no folder could be written to
     assert compiled(int64)(lambda number: number + 1)(2) == 3

@@ -237,8 +237,9 @@ def build_rows(
 def first_of(differences: Sequence[Difference]) -> dict[str, Any] | None:
     """The earliest place where a text leaves that of `ar`; `gap`: how far the score of its token was from the best."""
     found = min(differences, key=lambda difference: difference.position, default=None)
-    names = ("task", "prompt_id", "position", "gap")
-    return None if found is None else {name: getattr(found, name) for name in names}
+    if found is None:
+        return None
+    return {"task": found.task, "prompt_id": found.prompt_id, "position": found.position, "gap": found.best_gap}
 
 
 def print_table(rows: Sequence[Row]) -> None:

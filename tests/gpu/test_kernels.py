@@ -196,6 +196,21 @@ def test_routed_experts(  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 3, 20])
+def test_a_token_that_is_not_a_number_spoils_no_other(kernels, dtype: torch.dtype, num_tokens: int) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    x, delta = random(num_tokens, 96, dtype=dtype), Parts(random(num_tokens, 96, dtype=dtype))
+    x[0, 5] = float("nan")
+    norm, router = random(96, dtype=dtype), random(32, 96, dtype=dtype) / 10
+    gate_up, down = random(32, 2 * 80, 96, dtype=dtype) / 10, random(32, 96, 80, dtype=dtype) / 9
+    given = (x, delta, norm, 1e-6, router, gate_up, down, 2, True, 132)
+    (_, parts), (_, expected) = kernels.norm_routed_mlp(*given), reference.norm_routed_mlp(*given)
+    assert bool(parts.total[0].isnan().all())
+    if num_tokens > 1:
+        assert_close(parts.total[1:], expected.total[1:], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_stored_and_moved(kernels, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     rows, slots, starts = random(3, 2, 4, 2, 40, 16, dtype=dtype), integers(1, 3), integers(4, 7)

@@ -5,8 +5,8 @@ near-tie is recognised by one pass of the target over the plain text up to the d
 a small gap of the best score there. With sampling the scores are logits / temperature + noise. Anything else is a
 mismatch and a bug. Counting ends at a prompt's first difference: what follows it is another text.
 
-In a coarse dtype that pass is rounded, too, by as much as what it judges. Where it finds more than the gap it is made
-again with the same weights in float32, and that gap decides.
+In a coarse dtype that pass is rounded, too, by as much as what it judges. Where it finds more than half of what is
+granted it is made again with the same weights in float32, and that gap decides.
 """
 
 import copy
@@ -21,6 +21,7 @@ import torch
 from blockpilot.bench.answers import Answer
 from blockpilot.bench.asking import encode_turn
 from blockpilot.bench.config import BenchConfig
+from blockpilot.bench.measuring import explain_shortage
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.engine.llm import LLM
 from blockpilot.engine.runner import TargetRunner
@@ -29,6 +30,7 @@ from blockpilot.text.prompts import Prompt
 
 logger = logging.getLogger(__name__)
 GAPS = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.5}  # of scores; coarser numbers tie more often
+DOUBT = 0.5  # share of a coarse gap from which on float32 is asked
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Difference:
     position: int  # in the answer
     gap: float | None  # None where one text ends and the other goes on
     is_near_tie: bool
-    exact_gap: float | None = None  # in float32, where the run's dtype is coarser and its gap too large
+    exact_gap: float | None = None  # in float32, where the run's dtype is coarser and its gap large
 
     @property
     def best_gap(self) -> float | None:
@@ -121,31 +123,31 @@ class _Judge:
         self.llm.engine.settle()
         scores = _scores(self.llm.engine.runner, prompt_ids, params)
         gaps = [_gap(scores, ours.token_ids[position], expected[position]) for ours in those]
-        exact: list[float | None] = [None] * len(those)
-        if max(gaps) > most and self.exact is not None:
-            scores = _scores(self.exact, prompt_ids, params)
-            exact = [
-                _gap(scores, ours.token_ids[position], expected[position]) if gap > most else None
-                for ours, gap in zip(those, gaps, strict=True)
-            ]
-        return [
-            _differ(ours, position, gap, better, (gap if better is None else better) <= most)
-            for ours, gap, better in zip(those, gaps, exact, strict=True)
-        ]
+        exact = self._exact_scores(prompt_ids, params) if max(gaps) > DOUBT * most else None
+        found = []
+        for ours, gap in zip(those, gaps, strict=True):
+            better = None
+            if exact is not None and gap > DOUBT * most:
+                better = _gap(exact, ours.token_ids[position], expected[position])
+            found.append(_differ(ours, position, gap, better, (gap if better is None else better) <= most))
+        return found
 
-    @cached_property
-    def exact(self) -> TargetRunner | None:
-        """The target in float32; None where it is that anyway, or has no room."""
-        runner, dtype = self.llm.engine.runner, torch.float32
+    def _exact_scores(self, token_ids: list[int], params: SamplingParams) -> torch.Tensor | None:
+        """In float32; None where the run's are, or memory has no room."""
         if self.llm.config.dtype == "float32":
             return None
         try:
-            decoder = copy.deepcopy(runner.decoder).to(dtype)
-            context = self.llm.engine.context_length
-            return TargetRunner(decoder, num_slots=1, context_length=context, device=runner.device, dtype=dtype)
-        except torch.OutOfMemoryError:
-            logger.warning("the audit judges in %s: memory has no room for float32", self.llm.config.dtype)
+            return _scores(self._exact_runner, token_ids, params)
+        except (RuntimeError, MemoryError) as error:
+            shortage = explain_shortage(error)
+            logger.warning("%s judges and not float32 (%s)", self.llm.config.dtype, shortage)
             return None
+
+    @cached_property
+    def _exact_runner(self) -> TargetRunner:
+        runner, context = self.llm.engine.runner, self.llm.engine.context_length
+        decoder = copy.deepcopy(runner.decoder).float()
+        return TargetRunner(decoder, num_slots=1, context_length=context, device=runner.device, dtype=torch.float32)
 
 
 def _differ(ours: Answer, position: int, gap: float | None, exact_gap: float | None, is_near_tie: bool) -> Difference:

@@ -128,6 +128,15 @@ def test_where_a_coarse_dtype_finds_too_much_float32_decides(monkeypatch: pytest
             (found,) = audit(llm, plain, 0, wrong)
         assert found.gap is not None and found.gap > 3
         assert found.exact_gap == pytest.approx(expected, abs=1e-5) and found.is_near_tie is is_near_tie
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.runner, "prefill", rounded)
+            patch.setattr("blockpilot.bench.audit.TargetRunner", run_out_of_memory)
+            (found,) = audit(llm, plain, 0, wrong)
+        assert found.exact_gap is None and not found.is_near_tie
+
+
+def run_out_of_memory(*given: Any, **options: Any) -> TargetRunner:
+    raise MemoryError
 
 
 def float32_scores(llm: LLM, token_ids: list[int]) -> torch.Tensor:

@@ -19,13 +19,14 @@ MAX_RANKED = 128  # experts that every program may rank by itself: the work grow
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _read_logits(logits, experts, part_stride, EXPERTS: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Past the processor's own cache: a kernel may read them before it waits."""
+    """Past the processor's own cache: a kernel may read them before it waits. What is not a number counts as lowest, so
+    that ranks stay unique; its token ends as not a number all the same, by its shares."""
     is_expert = experts < EXPERTS
     total = tl.load(logits + experts, mask=is_expert, other=0.0, cache_modifier=".cg").to(tl.float32)
     for part in tl.static_range(1, PARTS):
         places = logits + part * part_stride + experts
         total += tl.load(places, mask=is_expert, other=0.0, cache_modifier=".cg").to(tl.float32)
-    return tl.where(is_expert, total, float("-inf"))
+    return tl.where(is_expert & (total == total), total, float("-inf"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

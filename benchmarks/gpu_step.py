@@ -7,7 +7,7 @@ One JSON row for each pass: shape x batch x tokens x context. `ms` is what a cal
 graph, reading the result), `graph_ms` the device's part; `floor_ms` is bytes over the copy rate measured in the same
 run, and `matrix_share` the multiplications per second over those of one large product in the same run. Rows of work
 `step` time whole steps of a method, from the end of one to that of the next: pilot, draft, check, acceptance, keeping.
-Weights are random: speed does not depend on them. What does not fit in memory is skipped and said.
+Weights are random: speed does not depend on them. What does not fit in memory or in a recorded pass is skipped and said.
 """
 
 import argparse
@@ -136,6 +136,7 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rates
             kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
             for count in tokens:
                 if batch * count > runner.max_rows:
+                    skip(f"{shape} {place}: checks of {count} tokens", batch * count, runner.max_rows)
                     continue
                 trees = [(slot, DraftTree.chain(1, list(range(count - 1)))) for slot in slots]
                 idle = idle_bytes(config, batch * count, dtype)
@@ -150,6 +151,7 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rates
             draft_kv = kv * DRAFT_LAYERS // config.num_layers
             for size in (4, 8, 16, 32):
                 if batch * size > MAX_ROWS:
+                    skip(f"{shape} {place}: drafts of {size}", batch * size, MAX_ROWS)
                     continue
                 requests = [
                     DraftRequest(
@@ -174,6 +176,10 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rates
     del drafter_model
     for peer in filter(None, arguments.peers.split(",")):
         yield from time_peer(peer, config, decoder, tokens, rates.copy, arguments.repeats)
+
+
+def skip(what: str, num_rows: int, most: int) -> None:
+    print(f"skipped {what}: {num_rows} rows, and recorded passes hold {most}", file=sys.stderr)
 
 
 def flops(decoder: Decoder, num_tokens: int) -> int:

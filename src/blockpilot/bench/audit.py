@@ -104,10 +104,11 @@ def _first_other(ours: Sequence[int], expected: Sequence[int]) -> int | None:
     return next((index for index, (a, b) in enumerate(zip(ours, expected, strict=False)) if a != b), None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Judge:
     llm: LLM
     config: BenchConfig
+    has_room: bool = True  # for the target in float32
 
     def examine(
         self, those: Sequence[Answer], position: int | None, reference: Sequence[Answer], place: Place
@@ -134,13 +135,13 @@ class _Judge:
 
     def _exact_scores(self, token_ids: list[int], params: SamplingParams) -> torch.Tensor | None:
         """In float32; None where the run's are, or memory has no room."""
-        if self.llm.config.dtype == "float32":
+        if self.llm.config.dtype == "float32" or not self.has_room:
             return None
         try:
             return _scores(self._exact_runner, token_ids, params)
         except (RuntimeError, MemoryError) as error:
-            shortage = explain_shortage(error)
-            logger.warning("%s judges and not float32 (%s)", self.llm.config.dtype, shortage)
+            self.has_room, shortage = False, explain_shortage(error)
+            logger.warning("the audit judges in %s and not in float32: %s", self.llm.config.dtype, shortage)
             return None
 
     @cached_property

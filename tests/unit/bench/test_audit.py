@@ -103,7 +103,9 @@ def test_answers_that_part_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPa
     assert lines == {3: {"dflash:4": [0, 2]}, 6: {"dflash:4": [1]}}
 
 
-def test_where_a_coarse_dtype_finds_too_much_float32_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_coarse_dtype_finds_too_much_float32_decides(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     target = chat_target()
     coarse = EngineConfig(num_slots=1, linear_backend="plain", dtype="bfloat16")
     llm = LLM(target, drafter=None, pilot="ar", config=coarse)
@@ -133,6 +135,7 @@ def test_where_a_coarse_dtype_finds_too_much_float32_decides(monkeypatch: pytest
             patch.setattr("blockpilot.bench.audit.TargetRunner", run_out_of_memory)
             (found,) = audit(llm, plain, 0, wrong)
         assert found.exact_gap is None and not found.is_near_tie
+        assert "judges in bfloat16 and not in float32: out of memory" in caplog.text
 
 
 def run_out_of_memory(*given: Any, **options: Any) -> TargetRunner:

@@ -45,8 +45,8 @@ def answers(task: str, factor: float) -> list:
 def test_rows_of_tasks_and_their_mean() -> None:
     facts = RowFacts("model", 0.0, "abc", ("one", "two"), METHODS)
     odd = [
-        Difference("one", "dflash:4", "q0", 0, 0, 3, gap, is_near_tie=gap < 1)
-        for gap in (2e-5, 4.0)  # a near-tie and a mismatch
+        Difference("one", "dflash:4", "q0", 0, 0, 3, gap, is_near_tie=gap < 1, exact_gap=exact)
+        for gap, exact in ((2e-5, None), (4.0, 3.5))  # a near-tie and a mismatch
     ]
     scores = {("one", "ar"): [True, False]}
     rows = build_rows(answers("one", 2.0) + answers("two", 4.0), odd, scores, facts)
@@ -58,7 +58,7 @@ def test_rows_of_tasks_and_their_mean() -> None:
     assert (first["num_prompts"], first["num_tokens"], first["num_steps"]) == (2, 14, 4)  # of the first repeat
     assert (first["tau_mean"], first["speedup"], first["tokens_per_second"]) == (3.0, 2.0, 2.0)
     assert first["speedup_ci"] == [2.0, 2.0]
-    assert (first["mismatches"], first["near_ties"], first["largest_gap"]) == (1, 1, 4.0)
+    assert (first["mismatches"], first["near_ties"], first["largest_gap"]) == (1, 1, 3.5)
     assert first["over_best_fixed"] == {"ratio": 1.0, "ci": [1.0, 1.0]}
     assert first["emitted_histogram"] == {"3": 4} and first["peak_memory_bytes"] == 100
     assert first["time_to_first_token"] == 0.5

@@ -34,6 +34,7 @@ def test_a_run_writes_answers_rows_samples_and_a_manifest(tmp_path: Path, model_
     rows = read(tmp_path / "rows.jsonl")
     assert rows == result.rows and len(rows) == 3 * 5
     assert all(row["mismatches"] == row["near_ties"] == 0 for row in rows)
+    assert read(tmp_path / "differences.jsonl") == []
     manifest = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["is_complete"] and {row["manifest"] for row in rows} == {manifest["id"]}
     assert {"arguments", "versions", "device", "dtype", "drafters", "sessions"} <= manifest.keys()

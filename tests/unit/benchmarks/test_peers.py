@@ -38,7 +38,7 @@ def test_every_engine_answers_every_prompt_and_a_missing_one_is_named(
     assert [row["method"] for row in rows] == names
     assert all(row["num_prompts"] == 2 and row["equal_share"] == 1.0 and row["ratio"] > 0 for row in rows)
     answers = [json.loads(line) for line in (out / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert len(answers) == 2 * len(names)
+    assert len(answers) == 2 * len(names) and (out / "differences.jsonl").read_text(encoding="utf-8") == ""
     assert len({tuple(a["token_ids"]) for a in answers if a["prompt_id"] == "q0"}) == 1
     manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["contestants"].keys() == set(names) and manifest["skipped"].keys() == {"llama.cpp"}
@@ -89,7 +89,7 @@ def test_rows_hold_ratio_share_of_equal_texts_and_the_first_difference() -> None
         ]
 
     def difference(task: str, prompt_id: str, position: int) -> Difference:
-        return Difference(task, "other", prompt_id, 0, 0, position, 0.02, False)
+        return Difference(task, "other", prompt_id, 0, 0, position, 0.75, False, exact_gap=0.02)
 
     odd = [difference("quiz", "q0", 3), difference("quiz", "q1", 1), difference("talk", "q0", 2)]
     rows = peers.build_rows([*answers("quiz"), *answers("talk")], odd, ["ar", "other"], "id")

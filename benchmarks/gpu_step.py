@@ -7,7 +7,8 @@ One JSON row for each pass: shape x batch x tokens x context. `ms` is what a cal
 graph, reading the result), `graph_ms` the device's part; `floor_ms` is bytes over the copy rate measured in the same
 run, and `matrix_share` the multiplications per second over those of one large product in the same run. Rows of work
 `step` time whole steps of a method, from the end of one to that of the next: pilot, draft, check, acceptance, keeping.
-Weights are random: speed does not depend on them. What does not fit in memory or in a recorded pass is skipped and said.
+Weights are random: speed does not depend on them. What does not fit in memory, or in a recorded pass, is skipped and
+said.
 """
 
 import argparse

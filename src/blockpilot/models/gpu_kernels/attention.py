@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockpilot.models.gpu_kernels.cache_rows import rotate_store
+from blockpilot.models.gpu_kernels.cache_rows import rotate_halves, rotate_store
 from blockpilot.models.gpu_kernels.launching import (
     MIN_TILE,
     can_overlap,
@@ -27,6 +27,7 @@ SHORT = 2048  # a context that one tile of keys for each split covers
 MAX_ROTATED, MIN_ROTATED_DIM = 64, 128  # `_rotate_attend` measured slower than two kernels for smaller heads
 MAX_SMALL_DIM = 64
 MIN_WHOLE, MAX_WHOLE = 8, 16  # requests whose queries of small heads are best kept together; more fill the device
+MIN_PAIRED = 256  # rows that are combined two by two
 NEVER = tl.constexpr(-1.0e30)
 
 
@@ -57,20 +58,11 @@ def _is_seen(columns, last, start, total, tokens, is_row, masks, BLOCK: tl.const
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rotate_halves(  # type: ignore[no-untyped-def]
-    parts, offsets, is_there, cosines, sines, weight, eps, part_stride,
-    DIM: tl.constexpr, HAS_NORM: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Both halves [N, D/2] of heads that begin at `offsets`, summed, normed and rotated."""
-    dims = tl.arange(0, DIM // 2)
-    places = offsets[:, None] + dims[None, :]
+def _load_halves(parts, offsets, is_there, part_stride, DIM: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Both halves [N, D/2] of heads that begin at `offsets`."""
+    places = offsets[:, None] + tl.arange(0, DIM // 2)[None, :]
     left = sum_parts(parts, places, part_stride, is_there[:, None], PARTS)
-    right = sum_parts(parts, places + DIM // 2, part_stride, is_there[:, None], PARTS)
-    if HAS_NORM:
-        scale = tl.rsqrt((tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)) / DIM + eps)[:, None]
-        left = left * scale * tl.load(weight + dims).to(tl.float32)[None, :]
-        right = right * scale * tl.load(weight + DIM // 2 + dims).to(tl.float32)[None, :]
-    return left * cosines - right * sines, right * cosines + left * sines
+    return left, sum_parts(parts, places + DIM // 2, part_stride, is_there[:, None], PARTS)
 
 
 @per_count  # type: ignore[untyped-decorator]
@@ -114,9 +106,8 @@ def _rotate_attend(  # type: ignore[no-untyped-def]
     mixed = tl.zeros([TILE, DIM], tl.float32)
     if split <= newest:
         query_places = (tokens.to(tl.int64) * (HEADS + 2 * KV) + heads) * DIM
-        left, right = _rotate_halves(
-            qkv, query_places, is_row, cosines, sines, q_weight, eps, part_stride, DIM, HAS_NORM, PARTS
-        )
+        left, right = _load_halves(qkv, query_places, is_row, part_stride, DIM, PARTS)
+        left, right = rotate_halves(left, right, cosines, sines, q_weight, eps, DIM, DIM, HAS_NORM)
         left, right = left.to(keys.dtype.element_ty), right.to(keys.dtype.element_ty)
         scores = tl.dot(left, tl.trans(left_keys), input_precision="ieee")
         scores = tl.dot(right, tl.trans(right_keys), scores, input_precision="ieee") * scale
@@ -139,10 +130,11 @@ def _rotate_attend(  # type: ignore[no-untyped-def]
             new_tokens = request * count + tl.where(is_new, new, 0)
             key_places = (new_tokens.to(tl.int64) * (HEADS + 2 * KV) + HEADS + head) * DIM
             new_angles = tl.load(positions + new_tokens).to(tl.int64)[:, None] * half + halves[None, :]
-            new_left, new_right = _rotate_halves(
-                qkv, key_places, is_new, tl.load(cos + new_angles), tl.load(sin + new_angles), k_weight, eps,
-                part_stride, DIM, HAS_NORM, PARTS,
-            )  # fmt: skip
+            new_cosines, new_sines = tl.load(cos + new_angles), tl.load(sin + new_angles)
+            new_left, new_right = _load_halves(qkv, key_places, is_new, part_stride, DIM, PARTS)
+            new_left, new_right = rotate_halves(
+                new_left, new_right, new_cosines, new_sines, k_weight, eps, DIM, DIM, HAS_NORM
+            )
             new_left, new_right = new_left.to(keys.dtype.element_ty), new_right.to(keys.dtype.element_ty)
             value_places = (key_places + KV * DIM)[:, None] + dims[None, :]
             new_values = sum_parts(qkv, value_places, part_stride, is_new[:, None], PARTS).to(values.dtype.element_ty)
@@ -240,20 +232,23 @@ def _attend(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _combine(  # type: ignore[no-untyped-def]
     partial, stats, out, num_rows,
-    DIM: tl.constexpr, PAD: tl.constexpr, SPLITS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, SPLITS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     wait(IS_OVERLAPPED)
-    row = tl.program_id(0)
-    splits, dims = tl.arange(0, SPLITS), tl.arange(0, PAD)
-    is_dim = dims < DIM
-    stat = (splits * num_rows + row) * 2
-    best, mass = tl.load(stats + stat), tl.load(stats + stat + 1)
-    weights = tl.exp(best - tl.max(best, axis=0))
-    offsets = (splits.to(tl.int64) * num_rows + row)[:, None] * DIM + dims[None, :]
-    weights = tl.where(mass > 0, weights, 0.0)  # a split that saw nothing has not stored anything
-    parts = tl.load(partial + offsets, mask=is_dim[None, :] & (weights > 0)[:, None], other=0.0)
-    result = tl.sum(parts * weights[:, None], axis=0) / tl.maximum(tl.sum(mass * weights, axis=0), 1e-30)
-    tl.store(out + row.to(tl.int64) * DIM + dims, result.to(out.dtype.element_ty), mask=is_dim)
+    rows, splits, dims = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SPLITS), tl.arange(0, PAD)
+    is_dim, is_row = dims < DIM, rows < num_rows
+    parts = splits.to(tl.int64)[None, :] * num_rows + rows[:, None]
+    best = tl.load(stats + 2 * parts, mask=is_row[:, None], other=0.0)
+    mass = tl.load(stats + 2 * parts + 1, mask=is_row[:, None], other=0.0)
+    is_place = is_row[:, None, None] & is_dim[None, None, :]
+    mixed = tl.load(partial + parts[:, :, None] * DIM + dims[None, None, :], mask=is_place, other=0.0)
+    # a split that saw nothing has not stored anything; its part is read all the same, so that no load waits for another
+    weights = tl.where(mass > 0, tl.exp(best - tl.max(best, axis=1)[:, None]), 0.0)
+    mixed = tl.where((weights > 0)[:, :, None], mixed, 0.0)
+    result = tl.sum(mixed * weights[:, :, None], axis=1)
+    result /= tl.maximum(tl.sum(mass * weights, axis=1), 1e-30)[:, None]
+    places = rows.to(tl.int64)[:, None] * DIM + dims[None, :]
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])
 
 
 def rotate_attend(
@@ -303,21 +298,22 @@ def attend(
     tiles = triton.cdiv(count * group, tile)
     out = torch.empty_like(q)
     partial, stats = _split_buffers(out, num_splits)
-    overlap = can_overlap(q.device)
+    overlap, is_early = can_overlap(q.device), _is_early(len(slots), tile, dim, context)
+    stages = 3 if len(slots) == 1 and context <= SHORT and not is_early else _num_stages(num_splits, context)
     kernel: Any = _attend[(len(slots) * tiles, num_kv, num_splits)]
     kernel(
         q, keys, values, slots, starts, masks, out, partial, stats, dim**-0.5, keys.stride(0), capacity,
         num_tokens * num_heads, count, HEADS=num_heads, GROUP=group, DIM=dim, PAD=padded(dim), TILE=tile,
-        BLOCK=BLOCK_KEYS, SPLITS=num_splits, WORDS=masks.shape[1], IS_EARLY=_is_early(len(slots), dim, context),
-        IS_OVERLAPPED=overlap, num_warps=4, num_stages=_num_stages(num_splits, context), **launch(overlap),
+        BLOCK=BLOCK_KEYS, SPLITS=num_splits, WORDS=masks.shape[1], IS_EARLY=is_early, IS_OVERLAPPED=overlap,
+        num_warps=4, num_stages=stages, **launch(overlap),
     )  # fmt: skip
     return _combined(out, partial, stats)
 
 
-def _is_early(num_requests: int, dim: int, context: int) -> bool:
-    """Whether a program loads its first tile of keys early. In long loops, and where others share its processor, a tile
-    of its own costs more than it saves."""
-    return context <= SHORT and (num_requests == 1 or dim <= MAX_SMALL_DIM)
+def _is_early(num_requests: int, tile: int, dim: int, context: int) -> bool:
+    """Whether a program loads its first tile of keys early. In long loops, with large tiles, and where others share its
+    processor, a tile of its own costs more than it saves."""
+    return context <= SHORT and (dim <= MAX_SMALL_DIM or (num_requests == 1 and tile < MAX_TILE))
 
 
 def _num_stages(num_splits: int, context: int) -> int:
@@ -338,12 +334,19 @@ def _combined(out: Tensor, partial: Tensor, stats: Tensor) -> Tensor:
     num_tokens, num_heads, dim = out.shape
     if partial is not out:
         num_rows, overlap = num_tokens * num_heads, can_overlap(out.device)
-        kernel: Any = _combine[(num_rows,)]
+        rows, warps = plan_combine(num_rows, len(partial), dim)
+        kernel: Any = _combine[(triton.cdiv(num_rows, rows),)]
         kernel(
-            partial, stats, out, num_rows, DIM=dim, PAD=padded(dim), SPLITS=len(partial), IS_OVERLAPPED=overlap,
-            num_warps=1, **launch(overlap),
+            partial, stats, out, num_rows, ROWS=rows, DIM=dim, PAD=padded(dim), SPLITS=len(partial),
+            IS_OVERLAPPED=overlap, num_warps=warps, **launch(overlap),
         )  # fmt: skip
     return out.view(num_tokens, num_heads * dim)
+
+
+def plan_combine(num_rows: int, num_splits: int, dim: int) -> tuple[int, int]:
+    """Rows of one program, and its warps: a thread holds 128 numbers at most."""
+    rows = 1 if num_rows < MIN_PAIRED else 2
+    return rows, max(1, rows * num_splits * padded(dim) // 4096)
 
 
 def is_rotated(num_queries: int, dim: int) -> bool:

@@ -10,79 +10,97 @@ from torch import Tensor
 from blockpilot.models.gpu_kernels.launching import can_overlap, launch, padded, per_count, sum_parts, wait
 from blockpilot.models.kernels_reference import Parts
 
+MAX_SINGLE = 1024  # programs of one token and head
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rotate_halves(  # type: ignore[no-untyped-def]
+    left, right, cosines, sines, weight, eps, DIM: tl.constexpr, PAD: tl.constexpr, HAS_NORM: tl.constexpr
+):  # fmt: skip
+    """Both halves [N, PAD / 2] of heads, normed and rotated."""
+    if HAS_NORM:
+        halves = tl.arange(0, PAD // 2)
+        is_half = halves < DIM // 2
+        scale = tl.rsqrt((tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)) / DIM + eps)[:, None]
+        left = left * scale * tl.load(weight + halves, mask=is_half, other=0.0).to(tl.float32)[None, :]
+        right = right * scale * tl.load(weight + DIM // 2 + halves, mask=is_half, other=0.0).to(tl.float32)[None, :]
+    return left * cosines - right * sines, right * cosines + left * sines
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_angles(cos, sin, positions, tokens, is_token, halves, is_both, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    places = tl.load(positions + tokens, mask=is_token, other=0).to(tl.int64)
+    angles = places[:, None] * (DIM // 2) + halves[None, :]
+    return tl.load(cos + angles, mask=is_both, other=0.0), tl.load(sin + angles, mask=is_both, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _new_rows(slots, starts, tokens, is_token, count, slot_stride, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where in a layer's cache the first head of each token begins."""
+    request = tokens // count
+    row = tl.load(starts + request, mask=is_token, other=0).to(tl.int64) + tokens % count
+    return tl.load(slots + request, mask=is_token, other=0).to(tl.int64) * slot_stride + row * DIM
+
 
 @per_count  # type: ignore[untyped-decorator]
 def _rotate_store(  # type: ignore[no-untyped-def]
     qkv, positions, cos, sin, q_weight, k_weight, slots, starts, q_out, keys, values, eps, part_stride, slot_stride,
-    capacity, count,
-    HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    capacity, num_tokens, count,
+    HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, TOKENS: tl.constexpr,
     HAS_NORM: tl.constexpr, PARTS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     wait(IS_OVERLAPPED)
-    token, head = tl.program_id(0), tl.program_id(1)
-    request = token // count
-    dims = tl.arange(0, PAD)
-    is_dim = dims < DIM
+    tokens, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
     half: tl.constexpr = DIM // 2
-    base = (token.to(tl.int64) * (HEADS + 2 * KV) + head) * DIM
-    x = sum_parts(qkv, base + dims, part_stride, is_dim, PARTS)
+    halves = tl.arange(0, PAD // 2)
+    is_token = tokens < num_tokens
+    is_both = is_token[:, None] & (halves < half)[None, :]
+    source = qkv + ((tokens.to(tl.int64) * (HEADS + 2 * KV) + head) * DIM)[:, None] + halves[None, :]
+    left = sum_parts(source, 0, part_stride, is_both, PARTS)
+    right = sum_parts(source, half, part_stride, is_both, PARTS)
     if head < HEADS + KV:
-        partners = tl.where(dims < half, dims + half, dims - half)
-        partner = sum_parts(qkv, base + partners, part_stride, is_dim, PARTS)
-        if HAS_NORM:
-            scale = tl.rsqrt(tl.sum(x * x, axis=0) / DIM + eps)
-            is_query = head < HEADS
-            own = tl.load(q_weight + dims, mask=is_dim & is_query, other=0.0).to(tl.float32)
-            own += tl.load(k_weight + dims, mask=is_dim & (head >= HEADS), other=0.0).to(tl.float32)
-            other = tl.load(q_weight + partners, mask=is_dim & is_query, other=0.0).to(tl.float32)
-            other += tl.load(k_weight + partners, mask=is_dim & (head >= HEADS), other=0.0).to(tl.float32)
-            x = x * scale * own
-            partner = partner * scale * other
-        angle = tl.load(positions + token).to(tl.int64) * half + dims % half
-        c = tl.load(cos + angle, mask=is_dim, other=0.0)
-        s = tl.load(sin + angle, mask=is_dim, other=0.0)
-        x = x * c + partner * tl.where(dims < half, -s, s)
+        cosines, sines = _load_angles(cos, sin, positions, tokens, is_token, halves, is_both, DIM)
+        weight = q_weight if head < HEADS else k_weight
+        left, right = rotate_halves(left, right, cosines, sines, weight, eps, DIM, PAD, HAS_NORM)
+    left, right = left.to(q_out.dtype.element_ty), right.to(q_out.dtype.element_ty)
     if head < HEADS:
-        query_place = (token.to(tl.int64) * HEADS + head) * DIM
-        tl.store(q_out + query_place + dims, x.to(q_out.dtype.element_ty), mask=is_dim)
+        queries = q_out + ((tokens.to(tl.int64) * HEADS + head) * DIM)[:, None] + halves[None, :]
+        tl.store(queries, left, mask=is_both)
+        tl.store(queries + half, right, mask=is_both)
     else:
-        row = tl.load(starts + request).to(tl.int64) + token % count
-        kv_head = (head - HEADS) % KV
-        kv_place = tl.load(slots + request).to(tl.int64) * slot_stride + (kv_head * capacity + row) * DIM
-        is_key = head < HEADS + KV
-        tl.store(keys + kv_place + dims, x.to(keys.dtype.element_ty), mask=is_dim & is_key)
-        tl.store(values + kv_place + dims, x.to(values.dtype.element_ty), mask=is_dim & (head >= HEADS + KV))
+        row = _new_rows(slots, starts, tokens, is_token, count, slot_stride, DIM)
+        places = (row + (head - HEADS) % KV * capacity * DIM)[:, None] + halves[None, :]
+        cache = keys if head < HEADS + KV else values
+        tl.store(cache + places, left, mask=is_both)
+        tl.store(cache + places + half, right, mask=is_both)
 
 
 @per_count  # type: ignore[untyped-decorator]
 def _store_context(  # type: ignore[no-untyped-def]
     projected, positions, cos, sin, weights, slots, starts, rows, eps, part_stride, layer_stride, slot_stride, capacity,
-    count, LAYERS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    num_tokens, count,
+    LAYERS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, TOKENS: tl.constexpr,
     PARTS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     wait(IS_OVERLAPPED)
-    token, plane, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)  # plane: layer, keys or values
-    dims = tl.arange(0, PAD)
-    is_dim = dims < DIM
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    plane, head = tl.program_id(1), tl.program_id(2)  # plane: layer, keys or values
     half: tl.constexpr = DIM // 2
-    base = ((token.to(tl.int64) * LAYERS * 2 + plane) * KV + head) * DIM
-    x = sum_parts(projected, base + dims, part_stride, is_dim, PARTS)
+    halves = tl.arange(0, PAD // 2)
+    is_token = tokens < num_tokens
+    is_both = is_token[:, None] & (halves < half)[None, :]
+    source = ((tokens.to(tl.int64) * LAYERS * 2 + plane) * KV + head) * DIM
+    source = projected + source[:, None] + halves[None, :]
+    left = sum_parts(source, 0, part_stride, is_both, PARTS)
+    right = sum_parts(source, half, part_stride, is_both, PARTS)
     if plane % 2 == 0:
-        partners = tl.where(dims < half, dims + half, dims - half)
-        partner = sum_parts(projected, base + partners, part_stride, is_dim, PARTS)
-        scale = tl.rsqrt(tl.sum(x * x, axis=0) / DIM + eps)
-        own = weights + (plane // 2) * DIM
-        x = x * scale * tl.load(own + dims, mask=is_dim, other=0.0).to(tl.float32)
-        partner = partner * scale * tl.load(own + partners, mask=is_dim, other=0.0).to(tl.float32)
-        angle = tl.load(positions + token).to(tl.int64) * half + dims % half
-        c = tl.load(cos + angle, mask=is_dim, other=0.0)
-        s = tl.load(sin + angle, mask=is_dim, other=0.0)
-        x = x * c + partner * tl.where(dims < half, -s, s)
-    request = token // count
-    row = tl.load(starts + request).to(tl.int64) + token % count
-    place = plane.to(tl.int64) * layer_stride + tl.load(slots + request).to(tl.int64) * slot_stride
-    place += (head * capacity + row) * DIM
-    tl.store(rows + place + dims, x.to(rows.dtype.element_ty), mask=is_dim)
+        cosines, sines = _load_angles(cos, sin, positions, tokens, is_token, halves, is_both, DIM)
+        left, right = rotate_halves(left, right, cosines, sines, weights + plane // 2 * DIM, eps, DIM, PAD, True)
+    row = _new_rows(slots, starts, tokens, is_token, count, slot_stride, DIM)
+    row += plane.to(tl.int64) * layer_stride + head * capacity * DIM
+    places = rows + row[:, None] + halves[None, :]
+    tl.store(places, left.to(rows.dtype.element_ty), mask=is_both)
+    tl.store(places + half, right.to(rows.dtype.element_ty), mask=is_both)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -117,12 +135,13 @@ def rotate_store(
     q = torch.empty(num_tokens, num_heads, dim, dtype=dtype, device=positions.device)
     weights = norms or (q, q)
     overlap = can_overlap(q.device)
-    kernel: Any = _rotate_store[(num_tokens, num_heads + 2 * num_kv)]
+    tokens = plan_rows(num_tokens, num_heads + 2 * num_kv)
+    kernel: Any = _rotate_store[(triton.cdiv(num_tokens, tokens), num_heads + 2 * num_kv)]
     kernel(
         qkv.values, positions, table[0], table[1], weights[0], weights[1], slots, starts, q, keys, values, eps,
-        qkv.stride, keys.stride(0), capacity, num_tokens // len(slots), HEADS=num_heads, KV=num_kv, DIM=dim,
-        PAD=padded(dim), HAS_NORM=norms is not None, PARTS=qkv.num_parts, IS_OVERLAPPED=overlap,
-        num_warps=1, **launch(overlap),
+        qkv.stride, keys.stride(0), capacity, num_tokens, num_tokens // len(slots), HEADS=num_heads, KV=num_kv,
+        DIM=dim, PAD=padded(dim), TOKENS=tokens, HAS_NORM=norms is not None, PARTS=qkv.num_parts,
+        IS_OVERLAPPED=overlap, num_warps=1, **launch(overlap),
     )  # fmt: skip
     return q
 
@@ -135,12 +154,19 @@ def store_context(
     num_layers, _, _, num_kv, capacity, dim = rows.shape
     num_tokens = len(positions)
     overlap = can_overlap(rows.device)
-    kernel: Any = _store_context[(num_tokens, num_layers * 2, num_kv)]
+    tokens = plan_rows(num_tokens, num_layers * 2 * num_kv)
+    kernel: Any = _store_context[(triton.cdiv(num_tokens, tokens), num_layers * 2, num_kv)]
     kernel(
         projected.values, positions, table[0], table[1], weights, slots, starts, rows, eps, projected.stride,
-        rows.stride(1), rows.stride(2), capacity, num_tokens // len(slots), LAYERS=num_layers, KV=num_kv, DIM=dim,
-        PAD=padded(dim), PARTS=projected.num_parts, IS_OVERLAPPED=overlap, num_warps=1, **launch(overlap),
+        rows.stride(1), rows.stride(2), capacity, num_tokens, num_tokens // len(slots), LAYERS=num_layers, KV=num_kv,
+        DIM=dim, PAD=padded(dim), TOKENS=tokens, PARTS=projected.num_parts, IS_OVERLAPPED=overlap, num_warps=1,
+        **launch(overlap),
     )  # fmt: skip
+
+
+def plan_rows(num_tokens: int, num_heads: int) -> int:
+    """Tokens of one program. Thousands of programs with a single head each take longer to start than to run."""
+    return 4 if num_tokens * num_heads > MAX_SINGLE else 1
 
 
 def move_rows(rows: Tensor, slots: Tensor, starts: Tensor, paths: Tensor, counts: Tensor) -> None:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, launch, wait
+from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, has_large_memory, launch, wait
 from blockpilot.models.gpu_kernels.products import can_norm, head_and_rest, linear, multiply_few
 from blockpilot.models.gpu_kernels.sublayers import add_norm
 from blockpilot.models.kernels_reference import Parts
@@ -230,6 +230,13 @@ def plan_second(num_places: int, size: int) -> tuple[int, int]:
     return rows, 4 if num_places * size * rows <= MAX_HELD else 8
 
 
+def plan_lists(num_tokens: int, block: int, *, is_large: bool) -> tuple[int, int, int]:
+    """Rows of the first product, and stages of both, for blocks of that many tokens. Measured on an H200."""
+    if not is_large:  # one token's few experts leave processors idle, or one with twice the work of another
+        return 16 if num_tokens == 1 else 32, 3, 3
+    return (64, 3, 2) if block == MIN_TILE else (64, 4, 3)
+
+
 def _through_lists(
     x: Tensor, logits: Parts, counts: Tensor, gate_up: Tensor, down: Tensor, num_active: int, is_normalized: bool
 ) -> Parts:
@@ -255,11 +262,16 @@ def _through_lists(
     num_used = min(num_experts, num_pairs)
     num_blocks = num_used + (num_pairs - num_used) // tokens  # as many as there can be
     options |= {"TOKENS": tokens, "DEPTH": 64 if x.dtype == torch.float32 else 128}
-    options |= {"num_warps": 4, "num_stages": 3}
-    rows = 16 if num_tokens == 1 else 32  # few experts leave processors idle, or one with twice the work of another
+    is_large = has_large_memory(x.device) and x.dtype != torch.float32
+    rows, stages, later_stages = plan_lists(num_tokens, tokens, is_large=is_large)
     lists = members, counts, shares
     first: Any = _experts[(triton.cdiv(inner, rows), num_blocks)]
-    first(x, gate_up, *lists, middle, num_tokens, inner, size, ROWS=rows, IS_GATED=True, **options)
+    first(
+        x, gate_up, *lists, middle, num_tokens, inner, size, ROWS=rows, IS_GATED=True, num_stages=stages, **options
+    )  # fmt: skip
     second: Any = _experts[(triton.cdiv(num_rows, 64), num_blocks)]
-    second(middle, down, *lists, out, num_tokens, num_rows, inner, ROWS=64, IS_GATED=False, **options)
+    second(
+        middle, down, *lists, out, num_tokens, num_rows, inner, ROWS=64, IS_GATED=False, num_stages=later_stages,
+        **options,
+    )  # fmt: skip
     return Parts(out, num_active) if num_active > 1 else Parts(out[0])

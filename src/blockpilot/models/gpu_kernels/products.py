@@ -193,11 +193,9 @@ def _plan_large(num_tokens: int, num_rows: int, size: int, num_processors: int) 
     if tokens < MAX_TILE:
         wanted = round(1.8 * num_processors / programs)
         return LinearPlan(tokens, 64, depth, max(1, min(wanted, most)), num_stages=3)
-    if size < MIN_LONG and 2 * programs <= num_processors:
-        wanted = num_processors // programs
-        return LinearPlan(tokens, 64, depth, max(1, min(wanted, most)), is_early=False, num_stages=4)
-    wanted = round(1.5 * num_processors / programs)
-    return LinearPlan(tokens, 64, depth, max(1, min(wanted, most)), is_early=False, num_stages=3)
+    is_alone = size >= MIN_LONG or 2 * programs > num_processors
+    splits = max(1, min(num_processors // programs, most))
+    return LinearPlan(tokens, 64, depth, splits, is_early=False, num_stages=6 if is_alone else 4)
 
 
 def plan_gated(
@@ -206,8 +204,9 @@ def plan_gated(
     """Half of a program's rows are of the gate, half of the up projection."""
     if size >= MIN_DEEP and num_tokens <= MAX_TILE:
         tokens = _fitting_tile(num_tokens)
-        is_full = tokens == MAX_TILE
-        return LinearPlan(tokens, 64, 64 if is_full else 128, is_early=False, num_stages=4 if is_full else 3)
+        if tokens == MAX_TILE:
+            return LinearPlan(tokens, 64, 64, is_early=False, num_stages=4, ahead=1)
+        return LinearPlan(tokens, 64, 128, is_early=False, num_stages=3)
     stages = 6 if has_memory else 4  # small models wait for memory more than they read it
     if 2 * MIN_TILE < num_tokens <= 3 * MIN_TILE:
         return LinearPlan(2 * MIN_TILE, 64, 64, num_stages=6)

@@ -17,7 +17,13 @@ MAX_PARTS = 12
 MAX_ADDED = 2  # parts that a product of few tokens adds up itself
 MAX_NARROW = 1024  # inner size that one warp takes whole
 MAX_TILE = 64  # tokens of one program; beyond it the library multiplies, except by small weights
-MIN_DEEP, MIN_LONG = 1024, 8192  # inner sizes that are read in longer pieces, and that keep a processor busy alone
+MIN_DEEP, MIN_LONG = 1024, 4096  # inner sizes that are read in longer pieces, and that keep a processor busy alone
+MEASURED_FEW = {  # better rows and warps of `multiply_few`, by (numbers of a row, whether gated, whether normed)
+    (1536, False, False): (1, 1),
+    (2560, False, True): (2, 2),
+    (2560, True, True): (4, 4),
+    (10240, False, False): (4, 8),
+}
 MAX_SMALL, MAX_TOKENS = 1 << 21, 1024  # numbers in a small weight, and tokens that are multiplied by it here
 
 
@@ -169,6 +175,9 @@ def plan_linear(
     most = min(size // (2 * depth), MAX_PARTS)
     if num_tokens <= MIN_TILE:
         wanted = 1 if programs > 0.7 * num_processors else round(2 * num_processors / programs)
+        is_long = size >= MIN_DEEP or num_rows > size
+        if num_tokens > MIN_TILE // 2 and is_long and size < 2 * MIN_DEEP and 3 * programs <= num_processors:
+            return LinearPlan(MIN_TILE, 64, 128, min(most, 3))  # long pieces, and few parts to add up
         return LinearPlan(MIN_TILE, 64, depth, max(1, min(wanted, most)))
     share = 1.5 if num_tokens <= MAX_TILE else 1.0
     splits = max(1, min(round(share * num_processors / (programs * -(-num_tokens // MAX_TILE))), most))
@@ -193,9 +202,8 @@ def _plan_large(num_tokens: int, num_rows: int, size: int, num_processors: int) 
     if tokens < MAX_TILE:
         wanted = round(1.8 * num_processors / programs)
         return LinearPlan(tokens, 64, depth, max(1, min(wanted, most)), num_stages=3)
-    is_alone = size >= MIN_LONG or 2 * programs > num_processors
     splits = max(1, min(num_processors // programs, most))
-    return LinearPlan(tokens, 64, depth, splits, is_early=False, num_stages=6 if is_alone else 4)
+    return LinearPlan(tokens, 64, depth, splits, is_early=False, num_stages=6 if splits == 1 else 4)
 
 
 def plan_gated(
@@ -320,7 +328,7 @@ def multiply_few(
     size, num_rows = x.shape[1], out.shape[1]
     total = x if delta is None else torch.empty_like(x)
     is_gated = num_rows < len(weight)
-    rows, warps = plan_few(size, is_gated=is_gated)
+    rows, warps = plan_few(size, is_gated=is_gated, has_norm=norm is not None)
     overlap = can_overlap(x.device)
     kernel: Any = _multiply_few[(triton.cdiv(num_rows, rows),)]
     kernel(
@@ -340,12 +348,13 @@ def head_and_rest(size: int) -> dict[str, int]:
     return {"HEAD": head, "REST": triton.next_power_of_2(max(1, size - head))}
 
 
-def plan_few(size: int, *, is_gated: bool) -> tuple[int, int]:
+def plan_few(size: int, *, is_gated: bool, has_norm: bool) -> tuple[int, int]:
     """Rows of a program, and its warps. Small models have too few rows to fill the device with large programs."""
     if size <= MAX_NARROW:
         return 4, 1
     most = 8192 if is_gated else 16384  # numbers of one row that the registers of four warps hold
-    return max(1, min(8, most // triton.next_power_of_2(size))), 4 if size <= most else 8
+    usual = max(1, min(8, most // triton.next_power_of_2(size))), 4 if size <= most else 8
+    return MEASURED_FEW.get((sum(head_and_rest(size).values()), is_gated, has_norm), usual)
 
 
 def _multiply(

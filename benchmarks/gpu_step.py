@@ -7,11 +7,12 @@ One JSON row for each pass: shape x batch x tokens x context. `ms` is what a cal
 graph, reading the result), `graph_ms` the device's part; `floor_ms` is bytes over the copy rate measured in the same
 run, and `matrix_share` the multiplications per second over those of one large product in the same run. Rows of work
 `step` time whole steps of a method, from the end of one to that of the next: pilot, draft, check, acceptance, keeping.
-Weights are random: speed does not depend on them. What does not fit in memory, or in a recorded pass, is skipped and
-said.
+Weights are random: speed does not depend on them, but for experts. Every token of a check is another one, and the floor
+has the experts that they chose. What does not fit in memory, or in a recorded pass, is skipped and said.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -33,11 +34,13 @@ from blockpilot.decoding.planned_dflash import MAX_ROWS, PlannedDFlashDrafter
 from blockpilot.engine.joint_step import build_joint
 from blockpilot.engine.plain_step import build_plain
 from blockpilot.engine.planned_runner import PlannedRunner
+from blockpilot.engine.runner import TargetRunner
 from blockpilot.engine.sequence import Sequence
 from blockpilot.engine.speculative_step import begin, follow, land
 from blockpilot.models.config import DecoderConfig, MoeConfig, RopeConfig
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash, DFlashConfig
+from blockpilot.models.layers import MoE
 from blockpilot.pilots.registry import load_pilot
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -139,9 +142,15 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rates
                 if batch * count > runner.max_rows:
                     skip(f"{shape} {place}: checks of {count} tokens", batch * count, runner.max_rows)
                     continue
-                trees = [(slot, DraftTree.chain(1, list(range(count - 1)))) for slot in slots]
-                idle = idle_bytes(config, batch * count, dtype)
-                floor = (weights - idle + batch * (context + count) * kv) / rates.copy * 1e3
+                first = [1 + index * count for index in range(batch)]
+                trees = [
+                    (slot, DraftTree.chain(id, list(range(id + 1, id + count))))
+                    for slot, id in zip(slots, first, strict=True)
+                ]
+                read = weights - idle_bytes(runner, trees)
+                for slot in slots:
+                    runner.cache.lengths[slot] = context
+                floor = (read + batch * (context + count) * kv) / rates.copy * 1e3
                 row = time_both(partial(runner.verify, trees, ()), arguments.repeats)
                 share = flops(decoder, batch * count) / (row["ms"] / 1e3) / rates.matrix
                 row["matrix_share"] = round(share, 4)
@@ -173,6 +182,8 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rates
             for pilot in filter(None, arguments.steps.split(",")):
                 row = time_steps(pilot, runner, drafter, slots, context, arguments.repeats)
                 yield {"work": "step", **place, "pilot": pilot, **row}
+            del runner, drafter
+            gc.collect()  # graphs and their owners refer to each other
             torch.cuda.empty_cache()
     del drafter_model
     for peer in filter(None, arguments.peers.split(",")):
@@ -332,13 +343,20 @@ def weight_bytes(model: torch.nn.Module, *, with_embedding: bool = False) -> int
     )
 
 
-def idle_bytes(config: DecoderConfig, num_tokens: int, dtype: torch.dtype) -> float:
-    """Weights of experts that no token is expected to choose, if all are alike."""
-    if config.moe is None:
-        return 0.0
-    unused = (1 - config.moe.num_active / config.moe.num_experts) ** num_tokens
-    expert = 3 * config.hidden_size * config.moe.intermediate_size * dtype.itemsize
-    return unused * config.moe.num_experts * expert * config.num_layers
+def idle_bytes(runner: PlannedRunner, trees: list[tuple[int, DraftTree]]) -> int:
+    """Weights of experts that no token of the check chooses."""
+    routed = [module for module in runner.decoder.modules() if isinstance(module, MoE)]
+    chosen: list[torch.Tensor] = []  # by layer
+    hooks = [moe.gate.register_forward_hook(lambda *call: chosen.append(call[-1])) for moe in routed]
+    if routed:
+        TargetRunner.verify(runner, trees, ())  # unrecorded: hooks are called
+    for hook in hooks:
+        hook.remove()
+    idle = 0
+    for moe, logits in zip(routed, chosen, strict=True):
+        num_idle = len(moe.experts) - len(logits.topk(moe.num_active).indices.unique())
+        idle += weight_bytes(moe.experts) // len(moe.experts) * num_idle
+    return idle
 
 
 def time_peer(

@@ -36,7 +36,6 @@ MAX_ROWS = 4096  # tokens of all requests in one planned pass
 MAX_LOGITS_BYTES = 5 << 28  # of all rows together: fewer rows for large vocabularies
 PATH_WIDTH = MAX_TREE_NODES + 1
 MAX_PIECES = 16  # of prompts; beyond them one unplanned pass is as fast
-MAX_ROUTED_ROWS = 1024  # the same where experts are routed: each leaves a float32 part of every token
 
 
 @dataclass
@@ -230,7 +229,6 @@ class PlannedRunner(TargetRunner):
 
 def _max_rows(config: DecoderConfig, num_slots: int, dtype: torch.dtype) -> int:
     most = min(MAX_ROWS, MAX_LOGITS_BYTES // (config.vocab_size * dtype.itemsize))
-    most = most if config.moe is None else min(most, MAX_ROUTED_ROWS)
     return min(most, round_up(num_slots, REQUESTS) * COUNTS[-1])
 
 

@@ -154,11 +154,24 @@ def stack_experts(moe: MoE) -> tuple[Tensor, Tensor]:
     experts = [cast(MLP, expert) for expert in moe.experts]
     stacked = []
     for name in ("gate_up_proj", "down_proj"):
-        weights = torch.stack([getattr(expert, name).weight.detach() for expert in experts])
-        for expert, weight in zip(experts, weights, strict=True):
-            getattr(expert, name).weight = nn.Parameter(weight, requires_grad=False)
+        parts = [getattr(expert, name).weight.detach() for expert in experts]
+        weights = _find_stack(parts)
+        if weights is None:
+            weights = torch.stack(parts)
+            for expert, weight in zip(experts, weights, strict=True):
+                getattr(expert, name).weight = nn.Parameter(weight, requires_grad=False)
         stacked.append(weights)
     return stacked[0], stacked[1]
+
+
+def _find_stack(parts: Sequence[Tensor]) -> Tensor | None:
+    """What the parts are views of, where an earlier engine has stacked them: no second copy of the experts."""
+    first, size = parts[0], parts[0].numel()
+    owner, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    places = [(part.untyped_storage().data_ptr(), part.storage_offset()) for part in parts]
+    if places != [(owner, start + index * size) for index in range(len(parts))]:
+        return None
+    return first.as_strided((len(parts), *first.shape), (size, *first.stride()), start)
 
 
 class FusedDFlash:

@@ -49,6 +49,7 @@ def random_masks(num_requests: int, count: int) -> Tensor:
         (9, 3, 64, 2, 4, 1, False, 1),
         (8, 2, 32, 3, 5, 4, True, 3),
         (4, 4, 48, 1, 1, 2, True, 2),
+        (4, 4, 48, 3, 30, 2, True, 2),
         (4, 2, 32, 3, 1, 2, True, 2),
         (9, 3, 64, 3, 16, 1, False, 2),
         (3, 1, 64, 8, 9, 4, False, 2),

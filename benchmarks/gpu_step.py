@@ -128,6 +128,8 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rates
     for batch in map(int, arguments.batches.split(",")):
         for context in map(int, arguments.contexts.split(",")):
             place = {"batch": batch, "context": context}
+            gc.collect()  # graphs and their owners refer to each other
+            torch.cuda.empty_cache()
             try:
                 runner, drafter = make_engine(decoder, drafter_model, batch, context, dtype)
             except (torch.OutOfMemoryError, InputError) as error:  # ours is raised before anything is allocated
@@ -139,7 +141,7 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rates
             weights = weight_bytes(decoder, with_embedding=config.is_tied)
             kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
             for count in tokens:
-                if batch * count > runner.max_rows:
+                if not runner.can_plan(batch, count):
                     skip(f"{shape} {place}: checks of {count} tokens", batch * count, runner.max_rows)
                     continue
                 first = [1 + index * count for index in range(batch)]
@@ -148,8 +150,6 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rates
                     for slot, id in zip(slots, first, strict=True)
                 ]
                 read = weights - idle_bytes(runner, trees)
-                for slot in slots:
-                    runner.cache.lengths[slot] = context
                 floor = (read + batch * (context + count) * kv) / rates.copy * 1e3
                 row = time_both(partial(runner.verify, trees, ()), arguments.repeats)
                 share = flops(decoder, batch * count) / (row["ms"] / 1e3) / rates.matrix
@@ -183,8 +183,6 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rates
                 row = time_steps(pilot, runner, drafter, slots, context, arguments.repeats)
                 yield {"work": "step", **place, "pilot": pilot, **row}
             del runner, drafter
-            gc.collect()  # graphs and their owners refer to each other
-            torch.cuda.empty_cache()
     del drafter_model
     for peer in filter(None, arguments.peers.split(",")):
         yield from time_peer(peer, config, decoder, tokens, rates.copy, arguments.repeats)
@@ -223,7 +221,7 @@ def time_steps(
             detokenizer=Silent(),  # type: ignore[arg-type]
             slot=slot,
             num_prefilled=context,
-            output_ids=[1],
+            output_ids=[1 + slot],
         )
         for slot in slots
     ]

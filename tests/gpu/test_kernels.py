@@ -121,6 +121,9 @@ def test_norms_gates_and_convolutions(kernels, dtype: torch.dtype) -> None:  # t
         (1, 96, 70),
         (1, 2560, 6144),
         (3, 576, 960),
+        (12, 64, 192),
+        (16, 576, 960),
+        (16, 1536, 576),
         (16, 4096, 2560),
         (17, 320, 128),
         (24, 2560, 130),
@@ -212,11 +215,13 @@ def test_a_token_that_is_not_a_number_spoils_no_other(kernels, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_are_stored_and_moved(kernels, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("count", [4, 45])
+def test_rows_are_stored_and_moved(kernels, dtype: torch.dtype, count: int) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
-    rows, slots, starts = random(3, 2, 4, 2, 40, 16, dtype=dtype), integers(1, 3), integers(4, 7)
-    projected, positions = Parts(random(2, 8, 3 * 2 * 2 * 16), 2), integers(4, 5, 6, 7, 7, 8, 9, 10)
-    angles, weights = random(40, 8), random(3, 16, dtype=dtype)
+    rows, slots, starts = random(3, 2, 4, 2, 60, 16, dtype=dtype), integers(1, 3), integers(4, 7)
+    projected = Parts(random(2, 2 * count, 3 * 2 * 2 * 16), 2)
+    positions = integers(*range(4, 4 + count), *range(7, 7 + count))
+    angles, weights = random(60, 8), random(3, 16, dtype=dtype)
     paths, counts = integers(0, 2, 5, 0, 0, 1, 0, 0).view(2, 4), integers(3, 2)
     results = []
     for module in (kernels, reference):

@@ -59,7 +59,7 @@ def build_drafter(
     if isinstance(model, Eagle3):
         name = name or "eagle3"
         eagle3_format.check_fit(model.config, decoder.config, name)
-        is_planned = can_fuse(device, model.config.layers.head_dim)
+        is_planned = can_fuse(device, model.config.layers.head_dim, dtype)
         make = PlannedEagle3Drafter if is_planned else Eagle3Drafter
         return make(_prepare(model, device, dtype), name=name, **options)
     name = name or "dflash"
@@ -67,7 +67,7 @@ def build_drafter(
     if model.config.block_size < 2:
         raise InputError(f"drafter {name}: block_size {model.config.block_size} drafts nothing")
     head = _draft_head(model, decoder, backend)
-    is_planned = can_fuse(device, model.config.layers.head_dim)
+    is_planned = can_fuse(device, model.config.layers.head_dim, dtype)
     kind = PlannedDFlashDrafter if is_planned else DFlashDrafter
     return kind(_prepare(model, device, dtype), head=head, name=name, **options)
 
@@ -78,7 +78,7 @@ def build_runner(
     """Planned where the GPU can run it so. On a GPU an attention backend of PyTorch is switched off for the process."""
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, for a tenth of a second, for every length it meets
-    kind = PlannedRunner if can_fuse(device, decoder.config.head_dim) else TargetRunner
+    kind = PlannedRunner if can_fuse(device, decoder.config.head_dim, dtype) else TargetRunner
     return kind(decoder, num_slots=num_slots, context_length=context_length, device=device, dtype=dtype)
 
 

@@ -237,6 +237,6 @@ def _bytes_needed(config: DecoderConfig, num_slots: int, context_length: int, ma
     cache = (num_slots + 1) * (context_length + MAX_TREE_NODES) * row
     sizes = [size * count for size in REQUESTS if size <= round_up(num_slots, REQUESTS) for count in COUNTS]
     kept = len(context_classes(context_length)) * sum(rows for rows in sizes if rows <= max_rows)  # of every pass
-    num_hidden = 8 if config.moe is None else 8 + 2 * config.moe.num_active  # of a row; experts leave float32 parts
+    num_hidden = 8 if config.moe is None else 8 + config.moe.num_active * 4 // dtype.itemsize  # experts leave float32
     results = max_rows * (config.vocab_size + num_hidden * config.hidden_size) + kept * config.hidden_size
     return (cache + results) * dtype.itemsize

@@ -120,16 +120,18 @@ class FusedDecoder:
         """Hidden states [N, H] before and after the final norm; `taps` [N, layers * H] gets what `Decoder` gives."""
         fused, decoder = self.layers, self.decoder
         x, delta = fused.kernels.embed(inputs.token_ids, decoder.embed_tokens.weight), None
-        after: list[Tensor] = []  # each layer's output
-        for layer in (cast(DecoderLayer, layer) for layer in decoder.layers):
+        after: dict[int, Tensor] = {}  # outputs of the layers that are read
+        for index, layer in enumerate(cast(DecoderLayer, layer) for layer in decoder.layers):
             norm, weight = layer.input_layernorm, layer.self_attn.qkv_proj.weight
             x, qkv = fused.kernels.norm_linear(x, delta, norm.weight, norm.eps, weight, fused.num_processors)
-            after.append(x)
-            x, delta = self._mlp(layer, x, fused.attend(layer.self_attn, qkv, inputs))
+            if index - 1 in tap_layers:
+                after[index - 1] = x
+            delta = fused.attend(layer.self_attn, qkv, inputs)  # what experts left before is freed
+            x, delta = self._mlp(layer, x, delta)
         x, normed = fused.add_norm(x, delta, decoder.norm)
         if taps is not None:
-            after.append(x)
-            torch.cat([after[index + 1] for index in tap_layers], dim=-1, out=taps)
+            after[len(decoder.layers) - 1] = x
+            torch.cat([after[index] for index in tap_layers], dim=-1, out=taps)
         return x, normed
 
     def logits(self, normed: Tensor, out: Tensor | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from blockpilot.core.errors import InputError
 
 logger = logging.getLogger(__name__)
 MAX_HEAD_DIM = 256
+MAX_SHARED_ROW = 512  # bytes of a head that 99 KB of shared memory are enough for
 WARM_UPS = 2  # kernels are compiled and libraries choose their algorithms before anything is recorded
 
 
@@ -25,7 +26,7 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def can_fuse(device: torch.device, head_dim: int) -> bool:
+def can_fuse(device: torch.device, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether passes run fused; where a GPU cannot, one line says why and the plain path serves."""
     if device.type != "cuda":
         return False
@@ -37,7 +38,16 @@ def can_fuse(device: torch.device, head_dim: int) -> bool:
     if head_dim > MAX_HEAD_DIM or head_dim % 2:
         _warn_once(f"heads of size {head_dim} are not fused (even sizes up to {MAX_HEAD_DIM} are): the GPU runs slower")
         return False
+    if head_dim * dtype.itemsize > MAX_SHARED_ROW and not has_large_memory(device):
+        _warn_once(f"this GPU does not fuse heads of size {head_dim} in {dtype}: choose bfloat16, or it runs slower")
+        return False
     return True
+
+
+@cache
+def has_large_memory(device: torch.device) -> bool:
+    """Whether a processor shares 227 KB, as those of data centres do from Hopper on; others have 99."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def fused_kernels(device: torch.device) -> Any:

@@ -36,7 +36,7 @@ def make_plain(name: str = "qwen3", **options: Any) -> LLM:
 
 
 def make_planned(monkeypatch: pytest.MonkeyPatch, name: str = "qwen3", **options: Any) -> LLM:
-    monkeypatch.setattr(assemble, "can_fuse", lambda device, head_dim: True)
+    monkeypatch.setattr(assemble, "can_fuse", lambda *given: True)
     llm = make_plain(name, **options)
     monkeypatch.undo()
     assert isinstance(llm.engine.runner, PlannedRunner) and isinstance(llm.drafter, PlannedEagle3Drafter)

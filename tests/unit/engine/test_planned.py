@@ -31,7 +31,7 @@ PILOTS = ["ar", "fixed:4", "tree:15", "tree:70"]
 
 
 def make_planned(monkeypatch: pytest.MonkeyPatch, name: str, **options: object) -> LLM:
-    monkeypatch.setattr(assemble, "can_fuse", lambda device, head_dim: True)
+    monkeypatch.setattr(assemble, "can_fuse", lambda *given: True)
     llm = make_llm(name, **options)
     monkeypatch.undo()
     return llm
@@ -164,14 +164,21 @@ def test_without_triton_one_warning_and_the_plain_path(
 ) -> None:
     gpu._warn_once.cache_clear()
     monkeypatch.setattr(gpu, "has_triton", lambda: False)
-    assert not gpu.can_fuse(torch.device("cuda"), 64) and not gpu.can_fuse(torch.device("cuda"), 64)
+    for _ in range(2):
+        assert not gpu.can_fuse(torch.device("cuda"), 64, torch.bfloat16)
     assert len(caplog.records) == 1 and "pip install triton" in caplog.text
 
 
 def test_head_sizes_that_are_not_fused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(gpu, "has_triton", lambda: True)
-    assert gpu.can_fuse(torch.device("cuda"), 128) and not gpu.can_fuse(torch.device("cuda"), 512)
+    device = torch.device("cuda")
+    assert gpu.can_fuse(device, 128, torch.float32)
+    assert not gpu.can_fuse(device, 512, torch.bfloat16)
     assert "heads of size 512" in caplog.text
+    monkeypatch.setattr(gpu, "has_large_memory", lambda device: False)
+    assert gpu.can_fuse(device, 256, torch.bfloat16)
+    assert not gpu.can_fuse(device, 256, torch.float32)
+    assert "choose bfloat16" in caplog.text
 
 
 def test_prepared_passes_are_those_that_decoding_uses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blockpilot.models.gpu import has_large_memory
 from blockpilot.models.gpu_kernels.cache_rows import rotate_halves, rotate_store
 from blockpilot.models.gpu_kernels.launching import (
     MIN_TILE,
     can_overlap,
-    has_large_memory,
     launch,
     padded,
     per_count,
@@ -28,6 +28,7 @@ MAX_ROTATED, MIN_ROTATED_DIM = 64, 128  # `_rotate_attend` measured slower than 
 MAX_SMALL_DIM = 64
 MIN_WHOLE, MAX_WHOLE = 8, 16  # requests whose queries of small heads are best kept together; more fill the device
 MIN_PAIRED = 256  # rows that are combined two by two
+MAX_ROW_BYTES = 256  # of keys and values that 99 KB hold twice
 NEVER = tl.constexpr(-1.0e30)
 
 
@@ -43,7 +44,7 @@ def _mix(scores, value_tile, best, mass, mixed):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _is_seen(columns, last, start, total, tokens, is_row, masks, BLOCK: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _is_seen(columns, last, start, total, tokens, is_row, masks, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which keys of a tile which queries see: all old ones, and the new ones that masks mark."""
     is_seen = is_row[:, None] & (columns < last)[None, :]
     if tl.max(columns, axis=0) >= start:
@@ -206,12 +207,12 @@ def _attend(  # type: ignore[no-untyped-def]
                 is_new = ((columns >= start) & (columns < last))[:, None] & is_dim[None, :]
                 key_tile += tl.load(keys + offsets, mask=is_new, other=0.0)
                 value_tile += tl.load(values + offsets, mask=is_new, other=0.0)
-            is_seen = _is_seen(columns, last, start, total, tokens, is_row, masks, BLOCK, WORDS)
+            is_seen = _is_seen(columns, last, start, total, tokens, is_row, masks, WORDS)
             scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * scale
             best, mass, mixed = _mix(tl.where(is_seen, scores, float("-inf")), value_tile, best, mass, mixed)
         for at in range(first + BLOCK if IS_EARLY else first, last, BLOCK):
             later = at + tl.arange(0, BLOCK)
-            is_seen = _is_seen(later, last, start, total, tokens, is_row, masks, BLOCK, WORDS)
+            is_seen = _is_seen(later, last, start, total, tokens, is_row, masks, WORDS)
             more = base + later.to(tl.int64)[:, None] * DIM + dims[None, :]
             is_there = (later < last)[:, None] & is_dim[None, :]
             next_keys = tl.load(keys + more, mask=is_there, other=0.0)
@@ -275,7 +276,7 @@ def rotate_attend(
         partial, stats, eps, dim**-0.5, qkv.stride, keys.stride(0), capacity, num_tokens * num_heads, count,
         HEADS=num_heads, KV=num_kv, DIM=dim, TILE=tile, NEW=max(MIN_TILE, triton.next_power_of_2(count)),
         BLOCK=BLOCK_KEYS, SPLITS=num_splits, WORDS=masks.shape[1], HAS_NORM=norms is not None, PARTS=qkv.num_parts,
-        IS_OVERLAPPED=overlap, num_warps=4, num_stages=_num_stages(num_splits, context), **launch(overlap),
+        IS_OVERLAPPED=overlap, num_warps=4, num_stages=_num_stages(keys, num_splits, context), **launch(overlap),
     )  # fmt: skip
     return _combined(out, partial, stats)
 
@@ -299,7 +300,9 @@ def attend(
     out = torch.empty_like(q)
     partial, stats = _split_buffers(out, num_splits)
     overlap, is_early = can_overlap(q.device), _is_early(len(slots), tile, dim, context)
-    stages = 3 if len(slots) == 1 and context <= SHORT and not is_early else _num_stages(num_splits, context)
+    stages = _num_stages(keys, num_splits, context)
+    if len(slots) == 1 and tile == MAX_TILE and dim == MIN_ROTATED_DIM and context <= SHORT and _has_large_memory():
+        stages = 3
     kernel: Any = _attend[(len(slots) * tiles, num_kv, num_splits)]
     kernel(
         q, keys, values, slots, starts, masks, out, partial, stats, dim**-0.5, keys.stride(0), capacity,
@@ -316,8 +319,10 @@ def _is_early(num_requests: int, tile: int, dim: int, context: int) -> bool:
     return context <= SHORT and (dim <= MAX_SMALL_DIM or (num_requests == 1 and tile < MAX_TILE))
 
 
-def _num_stages(num_splits: int, context: int) -> int:
-    return 1 if context <= num_splits * BLOCK_KEYS else 2  # one block for each program, or a loop
+def _num_stages(keys: Tensor, num_splits: int, context: int) -> int:
+    """One block for each program, or a loop; where memory is short, wide rows are not loaded ahead."""
+    is_tight = keys.shape[-1] * keys.dtype.itemsize > MAX_ROW_BYTES and not _has_large_memory()
+    return 1 if is_tight or context <= num_splits * BLOCK_KEYS else 2
 
 
 def _split_buffers(out: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:

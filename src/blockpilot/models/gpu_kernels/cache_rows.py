@@ -69,7 +69,7 @@ def _rotate_store(  # type: ignore[no-untyped-def]
         tl.store(queries + half, right, mask=is_both)
     else:
         row = _new_rows(slots, starts, tokens, is_token, count, slot_stride, DIM)
-        places = (row + (head - HEADS) % KV * capacity * DIM)[:, None] + halves[None, :]
+        places = (row + ((head - HEADS) % KV).to(tl.int64) * capacity * DIM)[:, None] + halves[None, :]
         cache = keys if head < HEADS + KV else values
         tl.store(cache + places, left, mask=is_both)
         tl.store(cache + places + half, right, mask=is_both)
@@ -97,7 +97,7 @@ def _store_context(  # type: ignore[no-untyped-def]
         cosines, sines = _load_angles(cos, sin, positions, tokens, is_token, halves, is_both, DIM)
         left, right = rotate_halves(left, right, cosines, sines, weights + plane // 2 * DIM, eps, DIM, PAD, True)
     row = _new_rows(slots, starts, tokens, is_token, count, slot_stride, DIM)
-    row += plane.to(tl.int64) * layer_stride + head * capacity * DIM
+    row += plane.to(tl.int64) * layer_stride + head.to(tl.int64) * capacity * DIM
     places = rows + row[:, None] + halves[None, :]
     tl.store(places, left.to(rows.dtype.element_ty), mask=is_both)
     tl.store(places + half, right.to(rows.dtype.element_ty), mask=is_both)

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, has_large_memory, launch, wait
+from blockpilot.models.gpu import has_large_memory
+from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, launch, wait
 from blockpilot.models.gpu_kernels.products import can_norm, head_and_rest, linear, multiply_few
 from blockpilot.models.gpu_kernels.sublayers import add_norm
 from blockpilot.models.kernels_reference import Parts

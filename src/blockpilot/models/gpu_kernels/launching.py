@@ -16,12 +16,6 @@ def can_overlap(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-@cache
-def has_large_memory(device: torch.device) -> bool:
-    """Whether a processor shares 227 KB, as those of data centres do from Hopper on; others have 99."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def wait(IS_OVERLAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Let the next kernel be launched, then wait for the results of the one before."""

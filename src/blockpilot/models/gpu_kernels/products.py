@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, has_large_memory, launch, sum_parts
+from blockpilot.models.gpu import has_large_memory
+from blockpilot.models.gpu_kernels.launching import MIN_TILE, can_overlap, launch, sum_parts
 from blockpilot.models.gpu_kernels.sublayers import add_norm, gate
 from blockpilot.models.kernels_reference import Parts
 
@@ -18,7 +19,7 @@ MAX_ADDED = 2  # parts that a product of few tokens adds up itself
 MAX_NARROW = 1024  # inner size that one warp takes whole
 MAX_TILE = 64  # tokens of one program; beyond it the library multiplies, except by small weights
 MIN_DEEP, MIN_LONG = 1024, 4096  # inner sizes that are read in longer pieces, and that keep a processor busy alone
-MEASURED_FEW = {  # better rows and warps of `multiply_few`, by (numbers of a row, whether gated, whether normed)
+MEASURED_FEW = {  # better rows and warps of `multiply_few`, by (a row's HEAD + REST, whether gated, whether normed)
     (1536, False, False): (1, 1),
     (2560, False, True): (2, 2),
     (2560, True, True): (4, 4),
@@ -177,7 +178,7 @@ def plan_linear(
         wanted = 1 if programs > 0.7 * num_processors else round(2 * num_processors / programs)
         is_long = size >= MIN_DEEP or num_rows > size
         if num_tokens > MIN_TILE // 2 and is_long and size < 2 * MIN_DEEP and 3 * programs <= num_processors:
-            return LinearPlan(MIN_TILE, 64, 128, min(most, 3))  # long pieces, and few parts to add up
+            return LinearPlan(MIN_TILE, 64, 128, max(1, min(most, 3)))  # long pieces, and few parts to add up
         return LinearPlan(MIN_TILE, 64, depth, max(1, min(wanted, most)))
     share = 1.5 if num_tokens <= MAX_TILE else 1.0
     splits = max(1, min(round(share * num_processors / (programs * -(-num_tokens // MAX_TILE))), most))
@@ -188,8 +189,8 @@ def plan_linear(
 
 
 def _plan_large(num_tokens: int, num_rows: int, size: int, num_processors: int) -> LinearPlan:
-    """Up to 64 tokens times the weights of models of billions. Where a program has a processor for itself, it takes six
-    tiles ahead; where programs come in waves, what is loaded early would only be in the way."""
+    """Up to 64 tokens times the weights of models of billions. Where a program has a processor for itself, it takes
+    four or six tiles ahead; where programs come in waves, what is loaded early would only be in the way."""
     programs, depth = -(-num_rows // 64), 128
     most = min(size // (2 * depth), MAX_PARTS)
     tokens = _fitting_tile(num_tokens)

@@ -182,6 +182,7 @@ def test_products_behind_a_norm(kernels, dtype: torch.dtype, num_tokens: int, si
         (40, 128, 8, 96, 80),
         (70, 8, 2, 130, 80),
         (300, 20, 1, 96, 80),
+        (300, 8, 2, 96, 80),
         (5, 4, 1, 96, 80),
     ],
 )

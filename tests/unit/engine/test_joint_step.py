@@ -8,7 +8,9 @@ import pytest
 from blockpilot import load_pilot
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.decoding import planned_dflash
 from blockpilot.decoding.drafter import DraftRequest
+from blockpilot.engine import step_timing
 from blockpilot.engine.joint_step import JointFlight, JointStep
 from blockpilot.engine.llm import LLM
 from blockpilot.engine.plain_step import PlainFlight, PlainRequest, PlainStep
@@ -397,12 +399,26 @@ def test_what_a_batch_has_chosen_is_not_for_one_that_is_left_alone() -> None:
         assert all(step.block_size == 1 or step.verify_size > 1 for step in found[1].steps)  # no draft in vain
 
 
-def test_drafts_of_large_batches_cost_something() -> None:
-    """Where blocks of 16 are too many rows for one pass, shorter ones are timed inside of steps."""
+def test_drafts_of_large_batches_cost_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where blocks of 16 are too many rows for one pass, shorter ones are timed inside of steps. The clock is ours: a
+    step takes ten milliseconds, one for each checked token and one for each drafted."""
+    monkeypatch.setattr(planned_dflash, "MAX_ROWS", 1024)
+    take = step_timing._Bench._take_steps
+
+    def take_steps(self: step_timing._Bench, tokens: int, draft_size: int) -> float:
+        take(self, tokens, draft_size)
+        self._draft_seconds[:] = [self.joint_size / 1e3]
+        return 10.0 + tokens + draft_size
+
+    monkeypatch.setattr(step_timing._Bench, "_take_steps", take_steps)
     llm = build(num_slots=128)
     plan = ProfilePlan(verify_totals=(128, 256, 512), draft_sizes=(4, 8, 16), batch_sizes=(128,), contexts=(20,))
     costs = time_steps(llm, replace(plan, num_rounds=1), {})
-    assert costs.overhead_ms == 0 and all(point.ms > 0 for point in (*costs.draft, *costs.verify))
+    drafts, checks = ({point.tokens: point.ms for point in points} for points in (costs.draft, costs.verify))
+    assert costs.overhead_ms == 0
+    assert (drafts[4], drafts[8]) == pytest.approx((4, 8))
+    assert (checks[2], checks[4]) == pytest.approx((12, 14))
+    assert drafts[16] > 0 and checks[1] > 0  # a clock's: a draft alone, and plain decoding
 
 
 def test_an_abort_of_a_request_that_has_ended_shows_all_its_text() -> None:

@@ -10,8 +10,9 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from blockpilot.core.candidates import Candidates
 from blockpilot.core.config import MAX_BLOCK_SIZE, EngineConfig
+from blockpilot.core.draft import Draft, HostDraft
+from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.engine.llm import LLM
 from blockpilot.models.config import DecoderConfig, MoeConfig, RopeConfig
@@ -19,7 +20,7 @@ from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash, DFlashConfig
 from blockpilot.models.eagle3 import Eagle3, Eagle3Config
 from blockpilot.models.loading import LoadedTarget
-from blockpilot.pilots.base import Nodes, Pilot, PilotInputs
+from blockpilot.pilots.base import Asked, Choice, Drafted, Pilot, Selection
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.text.tokenizer import Tokenizer
 
@@ -139,16 +140,16 @@ class ScriptedDrafter:
         for observation in observations:
             self.seen.setdefault(observation.slot, []).extend(observation.token_ids)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[HostDraft]:
         return [self._propose_one(request) for request in requests]
 
-    def _propose_one(self, request: DraftRequest) -> Candidates:
+    def _propose_one(self, request: DraftRequest) -> HostDraft:
         history = [*self.seen[request.slot], request.anchor_id]
         prompt = next(prompt for prompt in self.answers if tuple(history[: len(prompt)]) == prompt)
         done = len(history) - len(prompt)
         ahead = self.answers[prompt][done : done + request.block_size - 1]
         ids = (np.array(ahead, dtype=np.int64).reshape(-1, 1) + self.shift) % VOCAB_SIZE
-        return Candidates(ids, np.zeros(ids.shape, dtype=np.float32))
+        return Draft(ids, np.zeros(ids.shape, dtype=np.float32))
 
     def forget(self, slot: int) -> None:
         self.seen.pop(slot, None)
@@ -165,11 +166,14 @@ class RandomTreePilot(Pilot):
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
 
-    def choose(self, inputs: PilotInputs) -> int:
-        return self.random.randint(0, 12)
+    def choose(self, requests: Sequence[Asked]) -> list[Choice]:
+        return [Choice(self.random.randint(0, 12)) for _ in requests]
 
-    def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
-        nodes: Nodes = []
+    def select(self, requests: Sequence[Drafted]) -> list[Selection]:
+        return [Selection(DraftTree.build(one.anchor_id, self._nodes(one.draft))) for one in requests]
+
+    def _nodes(self, candidates: HostDraft) -> list[tuple[int, int]]:
+        nodes: list[tuple[int, int]] = []
         depths = [0]
         for _ in range(self.random.randint(0, 20)):
             parent = self.random.randrange(len(depths))

@@ -23,8 +23,8 @@ from blockpilot.bench.asking import encode_turn
 from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.measuring import explain_shortage
 from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.decoding.target import TargetRunner
 from blockpilot.engine.llm import LLM
-from blockpilot.engine.runner import TargetRunner
 from blockpilot.models.noise import gumbel_noise
 from blockpilot.text.prompts import Prompt
 

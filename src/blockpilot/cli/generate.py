@@ -20,8 +20,8 @@ from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from blockpilot.engine.engine import Update
     from blockpilot.engine.llm import LLM
+    from blockpilot.engine.outbox import Update
 
 DEFAULT_TARGET = "smollm2-135m"
 

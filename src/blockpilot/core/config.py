@@ -24,11 +24,6 @@ def chosen_pilot() -> str | None:
     return os.environ.get("BLOCKPILOT_PILOT", "").strip() or None
 
 
-def allows_untested() -> bool:
-    """Whether BLOCKPILOT_UNTESTED=1 asks for paths that are written but were never run."""
-    return os.environ.get("BLOCKPILOT_UNTESTED", "") == "1"
-
-
 def device_type(name: str) -> str:
     """`cpu` or `cuda`, the devices that there are engines for. A GPU may be named by its number, `cuda:1`, and be
     PyTorch's own object."""

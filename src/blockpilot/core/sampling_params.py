@@ -8,6 +8,7 @@ from blockpilot.core.errors import InputError
 
 MAX_SEED = 2**63 - 1
 MAX_TEMPERATURE = 1e6  # all tokens are equally likely long before
+MIN_TEMPERATURE = 1e-5  # below it sampling is greedy: logits divided by it would leave the range of float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class SamplingParams:
             raise InputError(
                 f"temperature must be 0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}, got {self.temperature}"
             )
+        if self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.top_k < 0:

@@ -5,6 +5,7 @@ in the list, so one pass over the list visits parents first. A chain is the tree
 node before it; block size B is the chain of B nodes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,8 +24,8 @@ class DraftTree:
     @classmethod
     def build(cls, anchor_id: int, nodes: list[tuple[int, int]]) -> "DraftTree":
         """`nodes` are (parent index, token id) pairs, parents first; index 0 is the anchor."""
-        parents, token_ids = zip(*nodes, strict=True) if nodes else ((), ())
-        return cls((anchor_id, *token_ids), (-1, *parents), _depths(parents))
+        token_ids, parents = (anchor_id, *(token_id for _, token_id in nodes)), (-1, *(parent for parent, _ in nodes))
+        return cls(token_ids, parents, tree_depths(parents))
 
     @classmethod
     def chain(cls, anchor_id: int, drafted_ids: list[int]) -> "DraftTree":
@@ -54,26 +55,27 @@ class DraftTree:
     def is_chain(self) -> bool:
         return self.depths[-1] == len(self.token_ids) - 1
 
-    def children(self) -> list[dict[int, int]]:
-        """For every node: drafted token id -> child index. The first of two equal siblings wins."""
-        table: list[dict[int, int]] = [{} for _ in self.token_ids]
-        for index in range(1, len(self.token_ids)):
-            table[self.parents[index]].setdefault(self.token_ids[index], index)
-        return table
-
     def ancestor_matrix(self) -> NDArray[np.bool_]:
         """[n, n]: row i is true at node i and at its ancestors, the only tree nodes it may attend to."""
-        matrix = np.eye(len(self.token_ids), dtype=np.bool_)
-        for index, parent in enumerate(self.parents[1:], start=1):
-            matrix[index] |= matrix[parent]
-        return matrix
+        bits = [mask.to_bytes(-(-len(self) // 8), "little") for mask in ancestor_bits(self.parents)]
+        packed = np.frombuffer(b"".join(bits), dtype=np.uint8).reshape(len(self), -1)
+        return np.unpackbits(packed, axis=1, count=len(self), bitorder="little").astype(np.bool_)
+
+
+def ancestor_bits(parents: Sequence[int]) -> list[int]:
+    """For every node a number whose bit i says that it may attend to node i: itself and its ancestors."""
+    masks, own = [1], 1
+    for parent in parents[1:]:
+        own <<= 1
+        masks.append(masks[parent] | own)
+    return masks
 
 
 @lru_cache(maxsize=4096)
-def _depths(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the anchor and the nodes with these parents: the same shapes come again and again."""
+def tree_depths(parents: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the anchor and the nodes with these parents, -1 first. The same shapes come again and again."""
     depths = [0]
-    for parent in parents:
+    for parent in parents[1:]:
         if not 0 <= parent < len(depths):
             raise InputError(f"draft tree: parent {parent} does not stand before node {len(depths)}")
         depths.append(depths[parent] + 1)

@@ -6,8 +6,6 @@ the target will add, so the two draw alike wherever they agree.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,47 +13,12 @@ from torch import Tensor, nn
 
 from blockpilot.cache.attention import RaggedAttention, Segment
 from blockpilot.cache.slots import SlotCache
-from blockpilot.core.candidates import Candidates
 from blockpilot.core.config import MAX_BLOCK_SIZE
+from blockpilot.core.draft import Draft, HostDraft
 from blockpilot.decoding.drafter import DraftRequest, Observation, join_taps
 from blockpilot.models.dflash import DFlash
-from blockpilot.models.kernels_reference import rank_tokens
 from blockpilot.models.noise import gumbel_noise
 from blockpilot.models.packing import pack_linear, pack_linears, quantize_linears
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """The best tokens of N blocks of one size, best first, and how a child scores after its parent."""
-
-    token_ids: Tensor  # [N, D, K]
-    log_probs: Tensor  # [N, D, K]
-    first: Tensor | None = None  # [N, K]
-    pairwise: Tensor | None = None  # [N, D-1, K, K]
-
-    def parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        return self.token_ids, self.log_probs, self.first, self.pairwise
-
-    def like(self, make: Callable[[Tensor], Tensor]) -> "Ranking":
-        first, pairwise = (None if part is None else make(part) for part in (self.first, self.pairwise))
-        return Ranking(make(self.token_ids), make(self.log_probs), first, pairwise)
-
-    def block(self, index: int) -> list[Any]:
-        """The parts of one block as arrays."""
-        return [None if part is None else part[index].cpu().numpy() for part in self.parts()]
-
-
-def make_candidates(block: Sequence[Any], depth: int, num_candidates: int) -> Candidates:
-    """What a pilot sees of a block, as deep as its request asked for.
-
-    A chain wants the best child, which a selector may find at any rank.
-    """
-    token_ids, log_probs, first, pairwise = block
-    if first is None:
-        return Candidates(token_ids[:depth, :num_candidates], log_probs[:depth, :num_candidates])
-    width = token_ids.shape[-1] if num_candidates == 1 else num_candidates
-    pairs = pairwise[: depth - 1, :width, :width]
-    return Candidates(token_ids[:depth, :width], log_probs[:depth, :width], first[:width], pairs)
 
 
 class DFlashDrafter:
@@ -121,19 +84,15 @@ class DFlashDrafter:
         return self.model.split_context(self.context_projection(self.model.context(taps)), positions)
 
     @torch.inference_mode()
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[HostDraft]:
         hidden = self._run_blocks(requests)
-        starts = torch.tensor([request.block_size for request in requests]).cumsum(0).tolist()
+        ends = torch.tensor([request.block_size for request in requests]).cumsum(0).tolist()
+        behind = [hidden[end - r.block_size + 1 : end] for end, r in zip(ends, requests, strict=True)]  # the anchors
+        logits = self.head(torch.cat(behind)).split([len(states) for states in behind])
         found = []
-        logits = self.head(
-            torch.cat([hidden[end - r.block_size + 1 : end] for end, r in zip(starts, requests, strict=True)])
-        )
-        row = 0
-        for end, request in zip(starts, requests, strict=True):
-            count = request.block_size - 1
-            ranking = self._rank_one(request, logits[row : row + count], hidden[end - count : end])
-            found.append(make_candidates(ranking.block(0), count, request.num_candidates))
-            row += count
+        for request, states, own in zip(requests, behind, logits, strict=True):
+            arrays = self._rank_one(request, own, states).map(lambda part: part[0].cpu().numpy())
+            found.append(arrays.cut(request.block_size - 1, request.num_candidates))
         return found
 
     def forget(self, slot: int) -> None:
@@ -154,7 +113,7 @@ class DFlashDrafter:
         packed = torch.tensor([ids, positions, offsets], device=self.device)
         return self.model(self.embed(packed[0]), packed[1], attend, packed[2])
 
-    def _rank_one(self, request: DraftRequest, logits: Tensor, hidden: Tensor) -> Ranking:
+    def _rank_one(self, request: DraftRequest, logits: Tensor, hidden: Tensor) -> Draft[Tensor]:
         noise, params = None, request.params
         if not params.is_greedy:
             positions = range(request.position + 1, request.position + request.block_size)
@@ -177,7 +136,7 @@ class DFlashDrafter:
         temperature: float,
         noise: Tensor | None,
         num_candidates: int,
-    ) -> Ranking:
+    ) -> Draft[Tensor]:
         """The best tokens of N blocks; `hidden` [N, D, H] and `logits` [N, D, V] are those of positions 1 .. B-1.
 
         `noise` [N, D, V] is the target's own for those positions; None is greedy. A selector looks at a number of
@@ -188,13 +147,16 @@ class DFlashDrafter:
         width = self.model.config.selector_top_k if selector is not None else num_candidates
         values, token_ids, log_probs = self.rank_tokens(scores, min(width, scores.shape[-1]))  # [N, D, K]
         if selector is None:
-            return Ranking(token_ids, log_probs)
+            return Draft(token_ids, log_probs)
         scale = 1.0 if noise is None else 1 / temperature
-        return Ranking(token_ids, log_probs, *self.score_pairs(anchor_ids, values, token_ids, hidden, scale))
+        return Draft(token_ids, log_probs, *self.score_pairs(anchor_ids, values, token_ids, hidden, scale))
 
     def rank_tokens(self, scores: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, token ids and log-probabilities [N, D, K] of the best tokens; float32."""
-        return rank_tokens(scores, num_best, self.token_ids)
+        wide = scores.float()
+        best, places = wide.topk(num_best, dim=-1)
+        ids = places if self.token_ids is None else self.token_ids[places]
+        return best, ids, best - wide.logsumexp(dim=-1, keepdim=True)
 
     def noise(self, seed: int, positions: Sequence[int]) -> Tensor:
         """The target's own noise [N, V] for the tokens this drafter looks at."""

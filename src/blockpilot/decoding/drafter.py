@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from blockpilot.core.candidates import Candidates
+from blockpilot.core.draft import HostDraft
 from blockpilot.core.sampling_params import SamplingParams
 
 
@@ -60,6 +60,6 @@ class Drafter(Protocol):
 
     def observe(self, observations: Sequence[Observation]) -> None: ...
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Candidates]: ...
+    def propose(self, requests: Sequence[DraftRequest]) -> list[HostDraft]: ...
 
     def forget(self, slot: int) -> None: ...

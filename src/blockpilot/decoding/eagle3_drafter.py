@@ -19,7 +19,7 @@ from torch import Tensor
 
 from blockpilot.cache.attention import RaggedAttention, Segment
 from blockpilot.cache.slots import SlotCache
-from blockpilot.core.candidates import Candidates
+from blockpilot.core.draft import HostDraft
 from blockpilot.decoding.drafter import DraftRequest, Observation, join_taps
 from blockpilot.decoding.eagle3_growth import GrowingTree
 from blockpilot.models.eagle3 import Eagle3
@@ -118,7 +118,7 @@ class Eagle3Drafter:
             start += count
 
     @torch.inference_mode()
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[HostDraft]:
         trees = [GrowingTree(r, width=self.tree_width, num_children=self.tree_children) for r in requests]
         lengths = [self.cache.lengths[request.slot] for request in requests]
         growing = trees
@@ -133,7 +133,7 @@ class Eagle3Drafter:
         finally:
             for request, length in zip(requests, lengths, strict=True):
                 self.cache.rewind(request.slot, length)
-        return [tree.candidates() for tree in trees]
+        return [tree.draft() for tree in trees]
 
     def forget(self, slot: int) -> None:
         self.cache.reset(slot)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from blockpilot.core.candidates import Candidates, FloatArray, IntArray, ProposedTree
+from blockpilot.core.draft import Draft, FloatArray, HostDraft, IntArray
+from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest
 
 
@@ -69,16 +70,12 @@ class GrowingTree:
         best = self._best(children)
         self.frontier, self.parent_rows = [node for node, _ in best], [row for _, row in best]
 
-    def candidates(self) -> Candidates:
+    def draft(self) -> HostDraft:
         token_ids, log_probs = np.stack(self._chain_ids), np.stack(self._chain_log_probs)
         if self.is_chain:
-            return Candidates(token_ids, log_probs)
-        tree = ProposedTree(
-            np.array(self._parents[1:], dtype=np.int64),
-            np.array(self._token_ids[1:], dtype=np.int64),
-            np.array(self._log_probs[1:], dtype=np.float32),
-        )
-        return Candidates(token_ids, log_probs, tree=tree)
+            return Draft(token_ids, log_probs)
+        tree = DraftTree.build(self._token_ids[0], list(zip(self._parents[1:], self._token_ids[1:], strict=True)))
+        return Draft(token_ids, log_probs, tree=tree, node_log_probs=np.array(self._log_probs[1:], dtype=np.float32))
 
     def _add(self, parent: int, token_id: int, log_prob: float) -> int:
         self._parents.append(parent)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from blockpilot.core.candidates import Candidates
 from blockpilot.core.config import MAX_BLOCK_SIZE
+from blockpilot.core.draft import Draft, HostDraft
 from blockpilot.decoding.drafter import DraftRequest, Observation
 
 _HIT_LOG_PROB = math.log(0.6)  # a fixed guess: copies carry no probability of their own
@@ -36,17 +36,17 @@ class NgramDrafter:
                 for size in range(1, min(self.max_ngram, len(tokens)) + 1):
                     ends[tuple(tokens[-size:])] = len(tokens)
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Candidates]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[HostDraft]:
         return [self._propose_one(request) for request in requests]
 
     def forget(self, slot: int) -> None:
         self._tokens.pop(slot, None)
         self._ends.pop(slot, None)
 
-    def _propose_one(self, request: DraftRequest) -> Candidates:
+    def _propose_one(self, request: DraftRequest) -> HostDraft:
         drafted = self._continuation(request)[: request.block_size - 1]
         ids = np.array(drafted, dtype=np.int64).reshape(-1, 1)
-        return Candidates(ids, np.full(ids.shape, _HIT_LOG_PROB, dtype=np.float32))
+        return Draft(ids, np.full(ids.shape, _HIT_LOG_PROB, dtype=np.float32))
 
     def _continuation(self, request: DraftRequest) -> list[int]:
         tokens = self._tokens.get(request.slot, [])

@@ -13,15 +13,15 @@ from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import Drafter
 from blockpilot.decoding.eagle3_drafter import Eagle3Drafter
 from blockpilot.decoding.ngram import NgramDrafter
-from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
-from blockpilot.decoding.planned_eagle3 import PlannedEagle3Drafter
-from blockpilot.engine.planned_runner import PlannedRunner
-from blockpilot.engine.runner import TargetRunner
+from blockpilot.decoding.target import TargetRunner
+from blockpilot.gpu.device import can_fuse
+from blockpilot.gpu.dflash import GpuDFlashDrafter
+from blockpilot.gpu.eagle3 import GpuEagle3Drafter
+from blockpilot.gpu.target import GpuTargetRunner
 from blockpilot.models import dflash_format, eagle3_format
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.eagle3 import Eagle3
-from blockpilot.models.gpu import can_fuse
 from blockpilot.models.hub import resolve_folder
 from blockpilot.models.packing import pack_linear
 from blockpilot.models.weights import read_config
@@ -59,26 +59,26 @@ def build_drafter(
     if isinstance(model, Eagle3):
         name = name or "eagle3"
         eagle3_format.check_fit(model.config, decoder.config, name)
-        is_planned = can_fuse(device, model.config.layers.head_dim, dtype)
-        make = PlannedEagle3Drafter if is_planned else Eagle3Drafter
+        is_fused = can_fuse(device, model.config.layers.head_dim, dtype)
+        make = GpuEagle3Drafter if is_fused else Eagle3Drafter
         return make(_prepare(model, device, dtype), name=name, **options)
     name = name or "dflash"
     dflash_format.check_fit(model.config, decoder.config, name)
     if model.config.block_size < 2:
         raise InputError(f"drafter {name}: block_size {model.config.block_size} drafts nothing")
     head = _draft_head(model, decoder, backend)
-    is_planned = can_fuse(device, model.config.layers.head_dim, dtype)
-    kind = PlannedDFlashDrafter if is_planned else DFlashDrafter
+    is_fused = can_fuse(device, model.config.layers.head_dim, dtype)
+    kind = GpuDFlashDrafter if is_fused else DFlashDrafter
     return kind(_prepare(model, device, dtype), head=head, name=name, **options)
 
 
 def build_runner(
     decoder: Decoder, *, num_slots: int, context_length: int, device: torch.device, dtype: torch.dtype
 ) -> TargetRunner:
-    """Planned where the GPU can run it so. On a GPU an attention backend of PyTorch is switched off for the process."""
+    """With recorded passes where the GPU can run them. There an attention backend of PyTorch is switched off for all."""
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, for a tenth of a second, for every length it meets
-    kind = PlannedRunner if can_fuse(device, decoder.config.head_dim, dtype) else TargetRunner
+    kind = GpuTargetRunner if can_fuse(device, decoder.config.head_dim, dtype) else TargetRunner
     return kind(decoder, num_slots=num_slots, context_length=context_length, device=device, dtype=dtype)
 
 

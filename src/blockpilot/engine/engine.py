@@ -1,37 +1,37 @@
 """The engine: requests come in, `step` advances all of them, finished ones come out.
 
-One `step` admits waiting requests into free slots, runs at most one prefill pass and one speculative step. Requests
-join and leave between steps. If a pass fails, the requests in it are taken out and their slots freed before the error
-goes on to the caller, so that the engine stays usable.
+    land      the oldest step in flight: answers grow, finished requests leave
+    admit     waiting requests into free slots
+    prefill   at most one pass over prompts, when nothing is in flight
+    launch    the next decoding step, and on a device the one behind it
+    report    text of what has grown
+
+Requests join and leave between steps. If a pass fails, the requests in it are taken out and their slots freed before the
+error goes on to the caller, so that the engine stays usable.
 """
 
 import time
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from blockpilot.core.errors import InputError
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import Drafter, Observation
+from blockpilot.decoding.host_step import HostExecutor
 from blockpilot.decoding.sampling import choose_tokens
-from blockpilot.engine.joint_step import build_joint
-from blockpilot.engine.plain_step import build_plain
-from blockpilot.engine.runner import PassResult, TargetRunner
+from blockpilot.decoding.target import PassResult, TargetRunner
+from blockpilot.engine.outbox import Outbox, Update
+from blockpilot.engine.pipeline import Pipeline
 from blockpilot.engine.scheduler import Scheduler
 from blockpilot.engine.sequence import Sequence
-from blockpilot.engine.speculative_step import NOTHING, Flight, begin, follow, land
-from blockpilot.models.gpu import wait_for
+from blockpilot.engine.speculative_step import DecodeLoop
+from blockpilot.gpu.device import on_device, wait_for
+from blockpilot.gpu.step import DeviceExecutor
+from blockpilot.gpu.target import GpuTargetRunner
 from blockpilot.pilots.base import Pilot, PrefillState
 from blockpilot.text.detokenizer import IncrementalDetokenizer
 from blockpilot.text.tokenizer import Tokenizer
-
-
-class Update(NamedTuple):
-    """News of one request after a step."""
-
-    request_id: int
-    new_text: str
-    completion: Completion | None  # set when the request has finished
 
 
 class Engine:
@@ -48,18 +48,15 @@ class Engine:
         self.runner = runner
         self.tokenizer = tokenizer
         self.drafter = drafter
-        self.joint = build_joint(runner, drafter)
-        self.plain = build_plain(runner, drafter)
         self.context_length = context_length
         self.eos_token_ids = frozenset(eos_token_ids)
         self.scheduler = Scheduler(token_budget)
-        self._flights: list[Flight] = []  # steps on their way, the first one first
-        self._chosen = NOTHING  # draft sizes of the next step, where pilots have been asked already
-        self._since: float | None = None  # when the last one landed, if it did so in this call
-        self._landed: list[Sequence] = []  # requests that a step has brought something, whose text may not be known
-        self._news: list[Update] = []  # not yet handed over
+        self.device_executor = DeviceExecutor(runner, drafter) if isinstance(runner, GpuTargetRunner) else None
+        host = HostExecutor(runner, drafter)
+        executors = (host,) if self.device_executor is None else (self.device_executor, host)
+        self.pipeline = Pipeline(DecodeLoop(executors, drafter, runner.buckets))
+        self.outbox = Outbox()
         self._next_id = 0
-        self._shown: dict[int, int] = {}  # request id -> characters already reported
 
     def add_request(self, prompt_ids: list[int], params: SamplingParams, pilot: Pilot) -> int:
         self._check_prompt(prompt_ids)
@@ -77,106 +74,33 @@ class Engine:
             max_total=self.context_length,
             detokenizer=IncrementalDetokenizer(self.tokenizer, self.tokenizer.pieces),
         )
-        self._shown[request_id] = 0
         self.scheduler.add(sequence)
         return request_id
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._news)
+        return self.scheduler.has_work or bool(self.outbox)
 
-    def step(self) -> list[Update]:
-        """Advance everything by one prefill pass and one decoding step.
+    def step(self, *, may_admit: bool = True) -> list[Update]:
+        """Advance everything by one prefill pass and one decoding step."""
+        with on_device(self.runner.device):
+            self.pipeline.pause()
+            self._land()
+            if may_admit:
+                self._admit()
+            self._prefill()
+            self._launch()
+            return self._report()
 
-        Steps that a device takes alone are begun here and land in later calls, one in each: meanwhile the host makes
-        text of the tokens of the step before, and the caller does what it does with them. At most two are on their way,
-        so that the device always has the next one. Where prompts are to be read, all land first.
-        """
-        self._since = None
-        self._land_first()
-        touched = self._sort_out()
-        while self.scheduler.waiting and self.runner.cache.num_free:
-            self.scheduler.next_waiting().slot = self.runner.cache.reserve()
-        if self.scheduler.prefilling:
-            self.settle()
-            touched = list(dict.fromkeys(touched + self._sort_out()))
-        in_pass: list[Sequence] = []  # requests that fail if the pass does
-        try:
-            chunks = self.scheduler.prefill_chunks()
-            in_pass = [sequence for sequence, _ in chunks]
-            if chunks:
-                self._prefill(chunks)
-                self._since = None
-            touched += in_pass
-            in_pass = [sequence for sequence in self.scheduler.decoding if sequence.is_active]
-            self._chosen = self._chosen if in_pass else NOTHING
-            if in_pass and not self._flights:
-                flight = begin(
-                    in_pass,
-                    self.runner,
-                    self.drafter,
-                    joint=self.joint,
-                    plain=self.plain,
-                    since=self._since,
-                    chosen=self._chosen,
-                )
-                self._chosen = NOTHING
-                self._flights.append(flight)
-                if flight.is_over:
-                    touched = list(dict.fromkeys(touched + self._land()))
-            if len(self._flights) == 1 and not self.scheduler.prefilling:
-                following, self._chosen = follow(self._flights[0], self.drafter, self.joint, self.plain)
-                self._flights += [] if following is None else [following]
-        except BaseException:
-            self._landed += touched  # what has ended is told by the next call
-            self._drop(in_pass)
-            raise
-        self._tell(touched)
-        return self.take_news()
-
-    def _sort_out(self) -> list[Sequence]:
-        """Requests that have landed since: those that have ended leave, and the others' text can wait."""
-        landed, self._landed = list(dict.fromkeys(self._landed)), []
-        self._tell([sequence for sequence in landed if sequence.finish_reason])
-        return [sequence for sequence in landed if sequence.slot >= 0]
-
-    def take_news(self) -> list[Update]:
+    def take_updates(self) -> list[Update]:
         """What `step` would have returned, had it not failed."""
-        news, self._news = self._news, []
-        return news
+        return self.outbox.take()
 
     def settle(self) -> None:
-        """End all steps that are on their way. What they brought is reported by the next `step`."""
-        while self._flights:
-            self._land_first()
-
-    def _land_first(self) -> None:
-        if not self._flights:
-            return
-        sequences = self._flights[0].sequences
-        try:
-            self._landed += self._land()
-        except BaseException:
-            self._drop(sequences)
-            raise
-
-    def _drop(self, sequences: Iterable[Sequence]) -> None:
-        """Requests of a pass that failed. What it had begun must be over before anybody uses their slots."""
-        flights, self._flights, self._chosen = self._flights, [], NOTHING
-        try:
-            wait_for(self.runner.device)
-        finally:
-            for sequence in dict.fromkeys([*sequences, *(one for flight in flights for one in flight.sequences)]):
-                self._retire(sequence)
-
-    def _tell(self, sequences: Iterable[Sequence]) -> None:
-        self._news += [self._report(sequence) for sequence in sequences if sequence.output_ids and sequence.slot >= 0]
-
-    def _land(self) -> list[Sequence]:
-        flight = self._flights.pop(0)
-        grown, self._since = land(flight, self.joint, self.plain)
-        self._flights = [behind._replace(started=self._since) for behind in self._flights]
-        return grown
+        """Land all steps that are in flight. What they brought is reported by the next `step`."""
+        with on_device(self.runner.device):
+            while self.pipeline.steps:
+                self._land()
 
     def abort(self, request_id: int) -> Completion | None:
         """End a request now; its slot is free again. None when it has already left."""
@@ -187,7 +111,59 @@ class Engine:
         self._retire(sequence)
         return sequence.completion()
 
-    def _prefill(self, chunks: list[tuple[Sequence, list[int]]]) -> None:
+    def _land(self) -> None:
+        """Finished requests leave at once, so that others get their slots; the text of the rest can wait."""
+        in_flight = self.pipeline.steps[0].sequences if self.pipeline.steps else ()
+        with self._dropping(in_flight):
+            self.outbox.add(self.pipeline.land_next())
+        finished = self.outbox.finished()
+        self.outbox.write(finished)
+        for sequence in finished:
+            self._retire(sequence)
+
+    def _admit(self) -> None:
+        while self.scheduler.waiting and self.runner.cache.num_free:
+            self.scheduler.next_waiting().slot = self.runner.cache.reserve()
+
+    def _prefill(self) -> None:
+        if not self.scheduler.prefilling:
+            return
+        self.settle()
+        chunks = self.scheduler.prefill_chunks()
+        sequences = [sequence for sequence, _ in chunks]
+        with self._dropping(sequences):
+            self._read_prompts(chunks)
+        self.pipeline.pause()
+        self.outbox.add(sequences)
+
+    def _launch(self) -> None:
+        sequences = [sequence for sequence in self.scheduler.decoding if sequence.is_active]
+        with self._dropping(sequences):
+            self.outbox.add(self.pipeline.launch(sequences, may_follow=not self.scheduler.prefilling))
+
+    def _report(self) -> list[Update]:
+        finished = self.outbox.finished()
+        self.outbox.write()
+        for sequence in finished:
+            self._retire(sequence)
+        return self.outbox.take()
+
+    @contextmanager
+    def _dropping(self, sequences: Iterable[Sequence]) -> Iterator[None]:
+        """If the body fails, these requests leave, with all that are in flight. The device must be through before
+        anybody uses their slots."""
+        try:
+            yield
+        except BaseException:
+            dropped = [*sequences, *self.pipeline.drop()]
+            try:
+                wait_for(self.runner.device)
+            finally:
+                for sequence in dropped:
+                    self._retire(sequence)
+            raise
+
+    def _read_prompts(self, chunks: list[tuple[Sequence, list[int]]]) -> None:
         started = time.perf_counter()
         tap_layers = self.drafter.tap_layers if self.drafter else ()
         drafting = {sequence.slot for sequence, _ in chunks if sequence.pilot.num_candidates}
@@ -202,25 +178,17 @@ class Engine:
         for row, (sequence, chunk) in enumerate(chunks):
             sequence.num_prefilled += len(chunk)
             if sequence.is_prefilled:
-                sequence.commit([_first_token(sequence, result, row)])
-                sequence.pilot = sequence.pilot.start(_prefill_state(sequence, result, row))
+                sequence.take([_first_token(sequence, result, row)])
+                neighbours = [one.memory for one in self.scheduler.decoding if one.pilot is sequence.pilot]
+                sequence.memory = sequence.pilot.start(_prefill_state(sequence, result, row), neighbours)
                 self.scheduler.start_decoding(sequence)
         seconds = time.perf_counter() - started
         for sequence, _ in chunks:
             sequence.prefill_seconds += seconds
 
-    def _report(self, sequence: Sequence) -> Update:
-        sequence.write()
-        new_text = sequence.text[self._shown[sequence.request_id] :]
-        self._shown[sequence.request_id] += len(new_text)
-        if sequence.finish_reason is None:
-            return Update(sequence.request_id, new_text, None)
-        self._retire(sequence)
-        return Update(sequence.request_id, new_text, sequence.completion())
-
     def _retire(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence)
-        self._shown.pop(sequence.request_id, None)
+        self.outbox.forget(sequence)
         if sequence.slot >= 0:
             self.runner.cache.free(sequence.slot)
             if self.drafter:

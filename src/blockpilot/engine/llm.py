@@ -14,18 +14,18 @@ from typing import overload
 
 import torch
 
-from blockpilot.cache.pass_plan import REQUESTS
 from blockpilot.core.config import EngineConfig
 from blockpilot.core.device import resolve_device
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import Drafter
-from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
-from blockpilot.decoding.planned_eagle3 import PlannedEagle3Drafter
 from blockpilot.engine.assemble import build_drafter, build_runner
-from blockpilot.engine.engine import Engine, Update
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.outbox import Update
 from blockpilot.engine.profile import ensure_costs, profile_key, read_profile
+from blockpilot.gpu.buckets import REQUESTS
+from blockpilot.gpu.device import on_device
 from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.models.packing import choose_backend, pack_linears
 from blockpilot.models.shipped import shipped_drafter
@@ -85,8 +85,13 @@ class LLM:
 
     @property
     def costs(self) -> StepCosts:
-        """What steps cost on this machine; the first call may measure for a second or two."""
+        """What steps cost on this machine; the first call may measure for a second or two.
+
+        Measuring needs slots: where requests hold them, these are answered first, and nobody else is admitted.
+        """
         if self._costs is None:
+            while self._mail and self.engine.scheduler.is_running:
+                self._deliver(self.engine.step(may_admit=False))
             self._costs = ensure_costs(self)
         return self._costs
 
@@ -99,26 +104,19 @@ class LLM:
     ) -> None:
         """Record a GPU's passes for steps of up to that many requests now, not when they first occur; else no work.
 
-        As requests end, the batch shrinks: smaller ones are recorded too. `report` is told which come next: where
+        As requests finish, the batch shrinks: smaller ones are recorded too. `report` is told which come next: where
         kernels have to be compiled, large batches take a minute or more. With `pilot`, all steps that it may choose
         between are recorded, too.
         """
+        executor = self.engine.device_executor
+        if executor is None:
+            return
+        chosen = None if pilot is None else self._resolve_pilot(pilot)
         self.engine.settle()
-        drafter = self.drafter
-        for size in [*(size for size in REQUESTS if size < batch_size), batch_size]:
-            if self.device_type == "cuda":
+        with on_device(self.engine.runner.device):
+            for size in [*(size for size in REQUESTS if size < batch_size), batch_size]:
                 report(size)
-            taps = self.engine.runner.prepare(size, drafter.tap_layers if drafter else ())
-            if isinstance(drafter, PlannedDFlashDrafter | PlannedEagle3Drafter) and taps is not None:
-                drafter.prepare(size, taps)
-                if self.engine.joint is not None:
-                    self.engine.joint.prepare(taps)
-            if self.engine.plain is not None:
-                self.engine.plain.prepare(size)
-        if pilot is not None and self.engine.joint is not None:
-            habits = self._resolve_pilot(pilot).habits
-            if habits is not None:
-                self.engine.joint.record(habits)
+                executor.prepare(size, chosen)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a collection of texts too; the first match wins
@@ -211,12 +209,15 @@ class LLM:
         mail = self._mail[request_id]
         while not mail:
             is_open = self.engine.scheduler.find(request_id) is not None
-            for update in self.engine.step() if is_open else self.engine.take_news():
-                if update.request_id in self._mail:
-                    self._mail[update.request_id].append(update)
+            self._deliver(self.engine.step() if is_open else self.engine.take_updates())
             if not is_open and not mail:
                 raise BlockPilotError("the request was dropped because a pass that it shared failed; ask again")
         return mail.popleft()
+
+    def _deliver(self, updates: list[Update]) -> None:
+        for update in updates:
+            if update.request_id in self._mail:
+                self._mail[update.request_id].append(update)
 
     def _close(self, request_ids: list[int]) -> None:
         for request_id in request_ids:

@@ -16,6 +16,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.prefilling or self.decoding)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether requests hold slots."""
+        return bool(self.prefilling or self.decoding)
+
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 

@@ -1,8 +1,9 @@
-"""One request on its way through the engine. `commit` is the only place where an answer grows."""
+"""One request on its way through the engine. `take` is the only place where an answer grows."""
 
 import time
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from blockpilot.core.records import Completion, StepRecord
 from blockpilot.core.sampling_params import SamplingParams
@@ -21,6 +22,7 @@ class Sequence:
     max_total: int  # prompt and answer together: the context limit
     detokenizer: IncrementalDetokenizer
     arrived: float = field(default_factory=time.perf_counter)
+    memory: Any = None  # the pilot's, from the end of prefill on
     slot: int = -1
     num_prefilled: int = 0
     output_ids: list[int] = field(default_factory=list)
@@ -61,17 +63,19 @@ class Sequence:
         """Tokens the answer may still gain."""
         return self._max_output - len(self.output_ids)
 
-    def pilot_inputs(self, *, batch_size: int, max_block_size: int, trained_block_size: int) -> PilotInputs:
-        num_output, steps = len(self.output_ids), self.steps
+    def pilot_inputs(
+        self, batch_size: int, max_block_size: int, trained_block_size: int, buckets: tuple[int, ...]
+    ) -> PilotInputs:
+        num_output = len(self.output_ids)
         return PilotInputs(  # in their order: naming them takes as long as the rest of this
-            len(steps),
+            len(self.steps),
             len(self.prompt_ids) + num_output - 1,
             batch_size,
             self._max_output - num_output,
             max_block_size,
             trained_block_size,
             self.params.temperature,
-            steps[-1].emitted if steps else 0,
+            buckets,
         )
 
     def commit(self, token_ids: Collection[int]) -> int:

@@ -1,14 +1,12 @@
 """The noise of sampling, a function of (seed, position, token id) and of nothing else.
 
-Integer arithmetic makes it the same on every device. `gpu_kernels/ranking.py` computes it inside a pass.
+Integer arithmetic makes it the same on every device. `gpu/kernels/ranking.py` computes it inside a pass.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from blockpilot.models.gpu import fused_kernels, has_triton
 
 _MASK64 = (1 << 64) - 1
 
@@ -18,9 +16,6 @@ def gumbel_noise(seed: int, positions: Sequence[int], *, vocab_size: int, device
     words = [_position_key(seed, position) for position in positions]
     halves = [[_signed(word) for word in words], [_signed(word >> 32) for word in words]]
     keys = torch.tensor(halves, dtype=torch.int32, device=device)  # [2, N]
-    if keys.is_cuda and has_triton():
-        noise: Tensor = fused_kernels(keys.device).gumbel(keys, vocab_size)
-        return noise
     first, second = keys[0, :, None], keys[1, :, None]
     bits = torch.arange(vocab_size, dtype=torch.int32, device=device) * _signed(0x9E3779B1) + first  # [N, V]
     bits = _mix(_mix(bits) + second)

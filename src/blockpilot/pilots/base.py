@@ -1,24 +1,29 @@
 """The pilot: what decides how far to draft and what to check.
 
-`start` runs once, right after prefill, and returns the pilot of this one request: itself where nothing is remembered
-between steps. `choose` runs before drafting and returns the draft size (0: do not draft, decode plainly). `select` runs
-after drafting and returns the nodes the target shall check. All see small plain values only, so the same object runs in
-our engine, in replay and inside other engines. An engine that has many requests asks for all at once (`batch.py`).
+A pilot is a policy without state. What a request remembers is in a memory that the engine keeps for it.
+
+    start    once, right after prefill: a request's memory
+    choose   before drafting: each request's draft size (0: decode plainly), and where it can be said already, how many
+             nodes to check, so that a device can go on from the draft to the check without asking
+    select   after drafting, where it could not: the tree of nodes that the target shall check
+    learn    after checking: what came of it
+
+All take the requests of a step at once and see small plain values only, so the same object runs in our engine, in
+replay and inside other engines.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blockpilot.core.candidates import Candidates, FloatArray
 from blockpilot.core.config import MAX_TREE_NODES
+from blockpilot.core.draft import HostDraft
 from blockpilot.core.tree import DraftTree
+from blockpilot.pilots.calibration import Calibrations
 
 if TYPE_CHECKING:
     from torch import Tensor  # a pilot's name can be checked without PyTorch
-
-Nodes = list[tuple[int, int]]  # (parent index, token id), parents first; index 0 is the anchor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,39 +45,69 @@ class PilotInputs(NamedTuple):
     max_block_size: int  # the drafter's limit
     trained_block_size: int
     temperature: float
-    last_emitted: int  # tokens the last step emitted; 0 before the first
+    buckets: tuple[int, ...] = ()  # sizes that all checks of a batch are padded to together; none: as they are
 
 
-class Ahead(NamedTuple):
-    """What to check, said before the draft: its likeliest nodes. An engine may then take them without asking again."""
+class Choice(NamedTuple):
+    """What a request shall draft and, where it can be said before the draft, which nodes of it are checked."""
 
-    num_nodes: int
+    draft_size: int  # block size: the anchor and the positions behind it; 0 or 1: plain decoding
+    num_nodes: int | None = None  # the likeliest ones are checked; None: `select` must see the draft
     is_chain: bool = False  # only the best child of each
-    weights: tuple[FloatArray, FloatArray] | None = None  # calibrations of requests that are greedy, and that sample
+    calibrations: Calibrations | None = None  # of the drafter's scores; None: they are taken at their word
+
+    @property
+    def is_whole_chain(self) -> bool:
+        """Whether the draft's best chain is checked whatever its scores are."""
+        return self.is_chain and self.calibrations is None and self.num_nodes is not None
 
 
-class Habits(NamedTuple):
-    """What steps may be like that are said ahead."""
+PLAIN = Choice(0)
 
-    draft_sizes: Sequence[int]
-    ahead: Ahead  # however many nodes
+
+def whole_chain(block_size: int) -> Choice:
+    return Choice(block_size, MAX_TREE_NODES, is_chain=True)
+
+
+class Selection(NamedTuple):
+    """The nodes of a request that are to be checked."""
+
+    tree: DraftTree
+    promised: float = 0.0  # tokens that they bring if their probabilities are right; the target's own comes on top
+    head: Sequence[float] = ()  # how likely the draft's best chain is right up to each of its first positions
+
+
+class Asked(NamedTuple):
+    """A request before its draft."""
+
+    memory: Any
+    inputs: PilotInputs
+
+
+class Drafted(NamedTuple):
+    """A request after its draft."""
+
+    memory: Any
+    inputs: PilotInputs
+    choice: Choice
+    draft: HostDraft
+    anchor_id: int
 
 
 class Outcome(NamedTuple):
-    """What became of nodes that were taken so."""
+    """What came of a drafted step."""
 
-    pilot: "Pilot"
+    memory: Any
     inputs: PilotInputs
-    depth: int  # of the deepest; 0: none was taken
-    promised: float  # tokens that they bring if their probabilities are right
-    head: Sequence[float]  # how likely the draft's best chain is right up to its first positions
-
-
-Asked = tuple["Pilot", PilotInputs]  # a request before its draft
-Drafted = tuple["Pilot", PilotInputs, Candidates, int]  # and after it, with its anchor's token id
+    depth: int  # of the deepest node that was checked; 0: none was
+    promised: float
+    head: Sequence[float]
+    emitted: int
 
 
 class Pilot(ABC):
+    reads_prefill = False  # whether `start` wants the prefill's state; others get None
+
     @property
     @abstractmethod
     def name(self) -> str: ...
@@ -82,53 +117,21 @@ class Pilot(ABC):
     def num_candidates(self) -> int:
         """Tokens per position it wants to see. 0: it never drafts; 1: it wants a chain."""
 
-    @property
-    def reads_prefill(self) -> bool:
-        """Whether `start` wants the prefill's state; others get None."""
-        return False
-
-    @property
-    def team(self) -> object:
-        """Requests whose pilots have the same one are decided at once."""
-        return self
-
-    def start(self, prefill: PrefillState | None) -> "Pilot":
-        """The pilot of one request."""
-        return self
-
-    @abstractmethod
-    def choose(self, inputs: PilotInputs) -> int: ...
-
-    @abstractmethod
-    def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes: ...
-
-    @property
-    def learns(self) -> bool:
-        """Whether it wants to know what became of nodes that it has not selected itself."""
-        return False
-
-    def ahead(self, inputs: PilotInputs) -> Ahead | None:
-        """After `choose`, what `select` will do, for all of this pilot's team; None: it must see the draft."""
+    def start(self, prefill: PrefillState | None, neighbours: Sequence[Any] = ()) -> Any:
+        """The memory of a request; `neighbours` are those of the requests that this pilot decides for already."""
         return None
 
-    @property
-    def habits(self) -> Habits | None:
-        """Of a pilot that changes its mind between steps: an engine may get ready for all of them."""
-        return None
+    @abstractmethod
+    def choose(self, requests: Sequence[Asked]) -> list[Choice]:
+        """For requests that share a step."""
 
-    def learn(self, team: Sequence[Outcome]) -> None:
-        """Instead of `select`, of all of this pilot's team for whom the engine has done what `ahead` said."""
-        raise NotImplementedError(f"the pilot {self.name!r} does not learn")
+    @abstractmethod
+    def select(self, requests: Sequence[Drafted]) -> list[Selection]:
+        """Of those that have drafted. No node lies deeper than the request's answer may still reach."""
 
-    def select_tree(self, inputs: PilotInputs, candidates: Candidates, anchor_id: int) -> DraftTree:
-        """The selected nodes behind their anchor, as many as one check takes; deeper ones could not be emitted."""
-        tree = DraftTree.build(anchor_id, self.select(inputs, candidates)[:MAX_TREE_NODES])
-        return tree.up_to(inputs.num_remaining - 1)
+    def learn(self, outcomes: Sequence[Outcome]) -> None:  # noqa: B027  # most remember nothing
+        """Of drafted steps, when they are over and the answers go on."""
 
-    def choose_sizes(self, team: Sequence[Asked]) -> list[int]:
-        """`choose` of every request that is of this pilot's team and takes part in one step."""
-        return [pilot.choose(inputs) for pilot, inputs in team]
-
-    def select_trees(self, team: Sequence[Drafted]) -> list[DraftTree]:
-        """`select_tree` of every one of them that has drafted."""
-        return [pilot.select_tree(inputs, candidates, anchor_id) for pilot, inputs, candidates, anchor_id in team]
+    def options(self, trained_block_size: int) -> Sequence[Choice]:
+        """Choices that it may make, however many nodes: an engine may get ready for them. Empty: unknown."""
+        return ()

@@ -11,13 +11,13 @@ where ranks are places among the candidates of a position. Without a fit the sec
 scores are taken at their word.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockpilot.core.candidates import Candidates, FloatArray
+from blockpilot.core.draft import FloatArray
 
 FEATURES = ("one", "conditional", "marginal", "gap", "child_rank", "parent_rank")
 MIN_LOG_PROB = -30.0
@@ -29,67 +29,30 @@ IDENTITY = (0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 @dataclass(frozen=True, eq=False)
 class Calibration:
     weights: FloatArray  # [depths, features]; the last row serves all deeper positions
-    _tables: dict[tuple[int, int], "_Table"] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def plain_weights(self) -> FloatArray:
-        """In the form of `compiled/`."""
+        """As `loops` takes them."""
         return np.array(self.weights, dtype=np.float32, order="C")
 
     @classmethod
     def identity(cls) -> "Calibration":
         return cls(np.array([IDENTITY], dtype=np.float32))
 
-    def probabilities(self, candidates: Candidates, width: int | None = None) -> tuple[FloatArray, FloatArray]:
-        """P(right | parent right): of the anchor's children [K], and of every parent's at later positions [D-1, K, K].
 
-        `width` keeps the first candidates of every position. Siblings exclude each other: their sum is at most 1.
-        """
-        depth, size = candidates.num_positions, min(candidates.width, width or candidates.width)
-        if not depth:
-            return np.zeros(size, np.float32), np.zeros((0, size, size), np.float32)
-        table = self._tables.get((depth, size))
-        if table is None:
-            table = self._tables[depth, size] = _Table(self.weights, depth, size)
-        marginals = np.maximum(candidates.log_probs[:, :size].T[:, :, None], MIN_LOG_PROB)  # [child, position, 1]
-        scores = marginals  # the same after every parent
-        if candidates.pairwise is not None and candidates.first is not None:
-            scores = np.empty((size, depth, size), dtype=np.float32)  # [child, position, parent]
-            scores[:, 0] = candidates.first[:size, None]
-            scores[:, 1:] = candidates.pairwise[:, :size, :size].transpose(2, 0, 1)
-            np.maximum(scores, MIN_LOG_PROB, out=scores)
-        found = table.apply(scores, marginals).transpose(1, 2, 0)
-        return found[0, 0], found[1:]
+@dataclass(frozen=True, eq=False)
+class Calibrations:
+    """Of greedy requests, and of those that sample: there noise is part of the scores."""
 
+    greedy: Calibration
+    sampled: Calibration
 
-class _Table:
-    """The weights laid out for one number of positions and candidates, all negated: see `sigmoid_of_negated`.
-
-    Children lie along the first axis: numpy reduces over it several times faster than over a short last one.
-    """
-
-    def __init__(self, weights: FloatArray, depth: int, size: int) -> None:
-        rows = -weights[np.minimum(np.arange(depth), len(weights) - 1)].T[:, :, None]  # [features, position, 1]
-        ranks = np.log1p(np.arange(size, dtype=np.float32))
-        parents = np.where(np.arange(depth)[:, None] > 0, ranks[None, :], 0)  # [position, parent]: the anchor is one
-        self.offset = rows[0] + rows[4] * ranks[:, None, None] + rows[5] * parents  # [child, position, parent]
-        self.conditional, self.marginal, self.gap = rows[1], rows[2], rows[3]
-        self.has_marginal, self.has_gap = bool(rows[2].any()), bool(rows[3].any())
-
-    def apply(self, scores: FloatArray, marginals: FloatArray) -> FloatArray:
-        """Probabilities [child, position, parent]; the last axis of `scores` is 1 where parents share them."""
-        negated = self.conditional * logit(scores) + self.offset
-        if self.has_marginal:
-            negated += self.marginal * marginals
-        if self.has_gap:
-            negated += self.gap * (scores.max(axis=0) - scores)
-        found = sigmoid_of_negated(negated)
-        found /= np.maximum(found.sum(axis=0), 1)
-        return found
+    def of(self, temperature: float) -> Calibration:
+        return self.sampled if temperature > 0 else self.greedy
 
 
 def feature_rows(scores: FloatArray, marginals: FloatArray, parent_ranks: NDArray[np.int64]) -> FloatArray:
-    """Features [..., K, F] of the K children of one parent each: what `probabilities` computes, laid open for a fit.
+    """Features [..., K, F] of the K children of one parent each, for a fit: `loops/growth.py` weighs the same ones.
 
     `parent_ranks` [...] are 0 for the anchor.
     """
@@ -113,18 +76,6 @@ def logit(log_probs: FloatArray) -> FloatArray:
     np.minimum(found, MAX_PROBABILITY, out=found)
     np.log1p(np.negative(found, out=found), out=found)
     return np.subtract(log_probs, found, out=found)
-
-
-def sigmoid(logits: FloatArray) -> FloatArray:
-    return sigmoid_of_negated(np.negative(logits))
-
-
-def sigmoid_of_negated(values: FloatArray) -> FloatArray:
-    """sigmoid(-values), written into them. Weights that are negated once save a pass over every array of logits."""
-    np.minimum(values, MAX_NEGATED, out=values)
-    np.exp(values, out=values)
-    values += 1
-    return np.reciprocal(values, out=values)
 
 
 def expected_calibration_error(probabilities: FloatArray, hits: NDArray[np.bool_], num_bins: int = 15) -> float:

@@ -9,16 +9,17 @@ PyTorch is imported inside functions: reading a fitted pilot does not need it.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockpilot.core.candidates import Candidates, FloatArray
+from blockpilot.core.draft import Draft, FloatArray, HostDraft
 from blockpilot.pilots.calibration import IDENTITY, Calibration, feature_rows
-from blockpilot.pilots.forecast import FEATURES, HEAD, NUM_LEVELS, Forecast, Recent
-from blockpilot.pilots.growth import best_first, likeliest_chain
+from blockpilot.pilots.forecast import FEATURES, NUM_LEVELS, Forecast, features
+from blockpilot.pilots.growth import GrowthRules, Nodes, falling_costs, grow_nodes
+from blockpilot.pilots.memory import Recent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,15 +46,13 @@ class Drafts:
     def __len__(self) -> int:
         return len(self.true_ranks)
 
-    def candidates(self, anchor: int) -> Candidates:
+    def candidates(self, anchor: int) -> HostDraft:
         """Token ids are ranks."""
         log_probs = self.log_probs[anchor].astype(np.float32)
         ids = np.broadcast_to(np.arange(log_probs.shape[1]), log_probs.shape)
         if self.first is None or self.pairwise is None:
-            return Candidates(ids, log_probs)
-        return Candidates(
-            ids, log_probs, self.first[anchor].astype(np.float32), self.pairwise[anchor].astype(np.float32)
-        )
+            return Draft(ids, log_probs)
+        return Draft(ids, log_probs, self.first[anchor].astype(np.float32), self.pairwise[anchor].astype(np.float32))
 
 
 def fit_calibration(drafts: Sequence[Drafts], *, l2: float = 1e-3, max_rows: int = 400_000) -> Calibration:
@@ -159,30 +158,27 @@ def _walk_once(
     recent = Recent()
     anchor = anchors.start
     while anchor < anchors.stop:
-        candidates = drafts.candidates(anchor)
-        given = (*calibration.probabilities(candidates), candidates.token_ids)
-        nodes = list(islice(likeliest_chain(*given) if is_chain else best_first(*given), num_nodes))
-        hit, depths = mark_hits([(parent, rank) for _, parent, rank in nodes], drafts.true_ranks[anchor], num_nodes)
-        paths = [path for path, _, _ in nodes]
-        yield recent.features(), hit, sum(paths)
+        draft = drafts.candidates(anchor)
+        rules = GrowthRules(
+            falling_costs(num_nodes), draft.num_positions, calibration, width=draft.width, is_chain=is_chain
+        )
+        nodes = grow_nodes(draft, rules)
+        hit = mark_hits(nodes, drafts.true_ranks[anchor], num_nodes)
+        yield features(recent), hit, sum(nodes.paths)
         emitted = 1 + int(hit[:WALK_NODES].sum())
-        recent.record_drafts([[path for path, _, _ in islice(likeliest_chain(*given), HEAD)]])
-        depth = max(depths[:WALK_NODES], default=0)
-        recent.record_steps([(emitted, depth, sum(paths[:WALK_NODES]))])
+        recent.record_drafts([nodes.head])
+        depth = max(nodes.depths[:WALK_NODES], default=0)
+        recent.record_steps([(emitted, depth, sum(nodes.paths[:WALK_NODES]))])
         anchor += emitted
 
 
-def mark_hits(
-    nodes: Sequence[tuple[int, int]], true_ranks: NDArray[np.uint8], num_nodes: int
-) -> tuple[NDArray[np.bool_], list[int]]:
-    """Which nodes [num_nodes] lie on the answer, and the depth of each that there is."""
+def mark_hits(nodes: Nodes, true_ranks: NDArray[np.uint8], num_nodes: int) -> NDArray[np.bool_]:
+    """Which nodes [num_nodes] lie on the answer."""
     hit = np.zeros(num_nodes + 1, dtype=np.bool_)
     hit[0] = True  # the anchor
-    depths = [0]
-    for index, (parent, rank) in enumerate(nodes, start=1):
-        depths.append(depths[parent] + 1)
-        hit[index] = hit[parent] and rank == true_ranks[depths[parent]]
-    return hit[1:], depths[1:]
+    for index, (parent, rank, depth) in enumerate(zip(nodes.parents, nodes.token_ids, nodes.depths, strict=True), 1):
+        hit[index] = hit[parent] and rank == true_ranks[depth - 1]
+    return hit[1:]
 
 
 def _fit_ranks(features: FloatArray, hits: NDArray[np.bool_], *, num_nodes: int, l2: float) -> FloatArray:

@@ -3,14 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blockpilot.core.candidates import Candidates, shared_stack
-from blockpilot.core.config import MAX_TREE_NODES
-from blockpilot.core.tree import DraftTree
-from blockpilot.pilots import switch
-from blockpilot.pilots.base import Ahead, Drafted, Nodes, Pilot, PilotInputs
-from blockpilot.pilots.growth import NO_WEIGHTS, exponentials, falling_costs, grow_chain, grow_stacked, grow_tree
-
-TREE_WIDTH = 16  # candidates per position a tree may branch into
+from blockpilot.pilots.base import PLAIN, Asked, Choice, Drafted, Pilot, Selection, whole_chain
+from blockpilot.pilots.forecast import load_loops
+from blockpilot.pilots.growth import MAX_WIDTH, GrowthRules, falling_costs, grow_chain, grow_tree
 
 
 @dataclass(frozen=True)
@@ -20,11 +15,11 @@ class PlainPilot(Pilot):
     name: str = "ar"
     num_candidates: int = 0
 
-    def choose(self, inputs: PilotInputs) -> int:
-        return 0
+    def choose(self, requests: Sequence[Asked]) -> list[Choice]:
+        return [PLAIN] * len(requests)
 
-    def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
-        return []
+    def select(self, requests: Sequence[Drafted]) -> list[Selection]:
+        return [Selection(grow_chain(request.draft, request.anchor_id, 0)) for request in requests]
 
 
 @dataclass(frozen=True)
@@ -35,24 +30,20 @@ class FixedPilot(Pilot):
     num_candidates: int = 1
 
     def __post_init__(self) -> None:
-        switch.load_compiled()
+        load_loops()
 
     @property
     def name(self) -> str:
         return f"fixed:{self.block_size}"
 
-    def choose(self, inputs: PilotInputs) -> int:
-        return self.block_size
+    def choose(self, requests: Sequence[Asked]) -> list[Choice]:
+        return [whole_chain(self.block_size)] * len(requests)
 
-    def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
-        return grow_chain(candidates, self.block_size - 1)
+    def select(self, requests: Sequence[Drafted]) -> list[Selection]:
+        return select_chains(requests)
 
-    @property
-    def team(self) -> object:
-        return FixedPilot  # of all sizes
-
-    def ahead(self, inputs: PilotInputs) -> Ahead:
-        return Ahead(MAX_TREE_NODES, is_chain=True)  # as deep as the draft
+    def options(self, trained_block_size: int) -> Sequence[Choice]:
+        return [whole_chain(self.block_size)]
 
 
 @dataclass(frozen=True)
@@ -61,33 +52,39 @@ class TreePilot(Pilot):
 
     num_nodes: int
     draft_size: int | None = None
-    num_candidates: int = TREE_WIDTH
+    num_candidates: int = MAX_WIDTH
 
     def __post_init__(self) -> None:
-        switch.load_compiled()
+        load_loops()
 
     @property
     def name(self) -> str:
         return f"tree:{self.num_nodes}" + (f"@{self.draft_size}" if self.draft_size else "")
 
-    def choose(self, inputs: PilotInputs) -> int:
-        return self.draft_size or inputs.trained_block_size
+    def choose(self, requests: Sequence[Asked]) -> list[Choice]:
+        return [self._choice(inputs.trained_block_size) for _, inputs in requests]
 
-    def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
-        return grow_tree(candidates, self.num_nodes, inputs.num_remaining - 1)
-
-    def ahead(self, inputs: PilotInputs) -> Ahead:
-        return Ahead(self.num_nodes)
-
-    def select_trees(self, team: Sequence[Drafted]) -> list[DraftTree]:
-        drafts = [candidates for _, _, candidates, _ in team]
-        stack = shared_stack(drafts)
-        if stack is None or switch.load_compiled() is None:
-            return super().select_trees(team)
-        requests = [
-            (draft.row, anchor_id, min(draft.num_positions, inputs.num_remaining - 1))
-            for _, inputs, draft, anchor_id in team
+    def select(self, requests: Sequence[Drafted]) -> list[Selection]:
+        return [
+            grow_tree(
+                request.draft,
+                request.anchor_id,
+                GrowthRules(falling_costs(self.num_nodes), request.inputs.num_remaining - 1, width=request.draft.width),
+            )
+            for request in requests
         ]
-        shares = exponentials(stack, 1 + max([draft.row for draft in drafts]))
-        costs, width = falling_costs(self.num_nodes), drafts[0].width
-        return grow_stacked(shares, requests, NO_WEIGHTS, costs, trust=1.0, width=width, is_chain=False).trees
+
+    def options(self, trained_block_size: int) -> Sequence[Choice]:
+        return [self._choice(trained_block_size)]
+
+    def _choice(self, trained_block_size: int) -> Choice:
+        return Choice(self.draft_size or trained_block_size, self.num_nodes)
+
+
+def select_chains(requests: Sequence[Drafted]) -> list[Selection]:
+    """As deep as was drafted, and as the answer may still reach."""
+    found = []
+    for _, inputs, choice, draft, anchor_id in requests:
+        depth = min(choice.draft_size, inputs.num_remaining) - 1
+        found.append(Selection(grow_chain(draft, anchor_id, depth)))
+    return found

@@ -8,17 +8,17 @@ second with a residual, cross-entropy over the sizes B-2 .. B+2. The variants of
     objective   class: the likeliest best size; tau: predicted tau of every size, divided by what its step costs
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from blockpilot.core.candidates import Candidates
 from blockpilot.core.errors import InputError
-from blockpilot.pilots.base import Nodes, Pilot, PilotInputs, PrefillState
+from blockpilot.pilots.base import Asked, Choice, Drafted, Pilot, PrefillState, Selection, whole_chain
 from blockpilot.pilots.cost_model import StepCosts
-from blockpilot.pilots.fixed import FixedPilot
+from blockpilot.pilots.fixed import select_chains
 
 INPUTS = ("distribution", "normalised", "softmax", "top-k", "hidden")
 OBJECTIVES = ("class", "tau")
@@ -98,7 +98,8 @@ class PrefillPilot(Pilot):
         return self._name
 
     @torch.inference_mode()
-    def start(self, prefill: PrefillState | None) -> Pilot:
+    def start(self, prefill: PrefillState | None, neighbours: Sequence[int] = ()) -> int:
+        """The block size of the whole answer: all that such a request remembers."""
         config = self.network.config
         if prefill is None:
             raise InputError("the prefill pilot needs the state after prefill, and this engine gave none")
@@ -112,13 +113,16 @@ class PrefillPilot(Pilot):
             self.network.to(values.device, torch.bfloat16 if values.is_cuda else torch.float32)
         features = read_features(values, config.inputs)[None].to(self.network.head.weight.dtype)
         scores = self.network(features)[0].tolist()
-        return FixedPilot(self._best_size(scores, prefill.num_prompt_tokens))
+        return self._best_size(scores, prefill.num_prompt_tokens)
 
-    def choose(self, inputs: PilotInputs) -> int:
-        raise InputError("the prefill pilot chooses in `start`: use what it returns")
+    def choose(self, requests: Sequence[Asked]) -> list[Choice]:
+        return [whole_chain(size) for size, _ in requests]
 
-    def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
-        raise InputError("the prefill pilot chooses in `start`: use what it returns")
+    def select(self, requests: Sequence[Drafted]) -> list[Selection]:
+        return select_chains(requests)
+
+    def options(self, trained_block_size: int) -> Sequence[Choice]:
+        return [whole_chain(size) for size in self.network.config.sizes]
 
     def _best_size(self, scores: list[float], context_length: int) -> int:
         sizes = self.network.config.sizes

@@ -5,7 +5,7 @@ context length alone, and on most machines not even on the context: the rows are
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -46,19 +46,20 @@ class StepTables:
     def __init__(self, costs: StepCosts, draft_sizes: Sequence[int], num_nodes: int) -> None:
         self.costs, self.draft_sizes, self.num_nodes = costs, draft_sizes, num_nodes
         self.depends_on_context = costs.depends_on_context
-        self._tables: dict[tuple[int, int], StepTable] = {}
+        self._tables: dict[tuple[int, int, tuple[int, ...]], StepTable] = {}
 
-    def at(self, batch_size: int, context_length: int) -> StepTable:
-        key = (batch_size, context_length if self.depends_on_context else 0)
+    def at(self, batch_size: int, context_length: int, buckets: tuple[int, ...] = ()) -> StepTable:
+        """`buckets` are the sizes that the engine pads checks to, whatever engine the costs were measured with."""
+        key = (batch_size, context_length if self.depends_on_context else 0, buckets)
         found = self._tables.get(key)
         if found is None:
             if len(self._tables) >= MAX_TABLES:
                 self._tables.clear()
-            found = self._tables[key] = self._make(batch_size, context_length)
+            found = self._tables[key] = self._make(batch_size, context_length, buckets)
         return found
 
-    def _make(self, batch_size: int, context_length: int) -> StepTable:
-        rest_ms = self.costs.verify_row(self.num_nodes + 1, batch_size, context_length) + self.costs.overhead_ms
-        drafts = np.array([self.costs.draft_ms(size, batch_size) for size in self.draft_sizes])
-        step_ms = drafts[:, None] + rest_ms
-        return StepTable(self.costs, batch_size, rest_ms, step_ms)
+    def _make(self, batch_size: int, context_length: int, buckets: tuple[int, ...]) -> StepTable:
+        costs = self.costs if self.costs.padding == buckets else replace(self.costs, padding=buckets)
+        rest_ms = costs.verify_row(self.num_nodes + 1, batch_size, context_length) + costs.overhead_ms
+        drafts = np.array([costs.draft_ms(size, batch_size) for size in self.draft_sizes])
+        return StepTable(costs, batch_size, rest_ms, drafts[:, None] + rest_ms)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from blockpilot.core.draft import Draft
 from blockpilot.core.sampling_params import SamplingParams
-from blockpilot.decoding.dflash_drafter import DFlashDrafter, Ranking
+from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.replay.anchor_attention import AnchorAttention
 from blockpilot.replay.anchor_blocks import AnchorBlocks, BlockPass
 from blockpilot.replay.finished_text import Reading, pad_ids
@@ -80,7 +81,7 @@ class AnchorDrafts:
         reduced = self.drafter.token_ids
         return self.drafter.model.config.layers.vocab_size if reduced is None else len(reduced)
 
-    def _rankings(self, size: int, num_candidates: int) -> Iterator[tuple[Ranking, Tensor]]:
+    def _rankings(self, size: int, num_candidates: int) -> Iterator[tuple[Draft[Tensor], Tensor]]:
         """Ranking and logits [n, D, V] of all blocks in order, some at a time."""
         count = max(1, LOGITS_PER_PASS[self.drafter.device.type] // (self._head_size * (size - 1)))
         start = 0
@@ -132,12 +133,12 @@ class AnchorDrafts:
         places = (self.blocks.places[:, None] + depths).clamp(max=self.ids.shape[1] - 1)
         return self.ids[self.blocks.texts[:, None], places].masked_fill(depths > self.blocks.remaining[:, None], -1)
 
-    def _emitted(self, ranking: Ranking) -> Tensor:
+    def _emitted(self, ranking: Draft[Tensor]) -> Tensor:
         chain = chain_tokens(ranking)
         accepted = (chain == self._labels(chain.shape[1])).cumprod(dim=-1).sum(dim=-1)
         return torch.minimum(accepted + 1, self.blocks.remaining).to(torch.uint8)
 
-    def _columns(self, ranking: Ranking, num_candidates: int) -> dict[str, Tensor]:
+    def _columns(self, ranking: Draft[Tensor], num_candidates: int) -> dict[str, Tensor]:
         shown = ranking.token_ids[..., :num_candidates]
         is_true = shown == self._labels(shown.shape[1])[..., None]
         true_ranks = is_true.int().argmax(dim=-1).masked_fill(~is_true.any(dim=-1), ABSENT)
@@ -148,15 +149,15 @@ class AnchorDrafts:
         return {name: column.contiguous() for name, column in columns.items()}  # what is not shown need not be kept
 
 
-def _join(rankings: Iterable[Ranking]) -> Ranking:
+def _join(rankings: Iterable[Draft[Tensor]]) -> Draft[Tensor]:
     """The rankings of blocks one after the other as one."""
-    columns = zip(*(ranking.parts() for ranking in rankings), strict=True)
-    ids, log_probs, *pairs = (None if column[0] is None else torch.cat(column) for column in columns)
+    columns = zip(*(ranking.arrays for ranking in rankings), strict=True)
+    ids, log_probs, first, pairwise = (None if column[0] is None else torch.cat(column) for column in columns)
     assert ids is not None and log_probs is not None
-    return Ranking(ids, log_probs, *pairs)
+    return Draft(ids, log_probs, first, pairwise)
 
 
-def chain_tokens(ranking: Ranking) -> Tensor:
+def chain_tokens(ranking: Draft[Tensor]) -> Tensor:
     """The chain that would be checked [N, D]: at every depth the likeliest child of the one chosen before."""
     if ranking.first is None or ranking.pairwise is None:
         return ranking.token_ids[..., 0]

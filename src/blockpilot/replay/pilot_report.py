@@ -5,7 +5,6 @@ The best fixed chain and tree are chosen on the training traces. Intervals are p
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from blockpilot.pilots.calibration import Calibration, expected_calibration_erro
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.fitting import mark_hits
 from blockpilot.pilots.fixed import FixedPilot, PlainPilot, TreePilot
-from blockpilot.pilots.growth import best_first
-from blockpilot.pilots.step import WIDTH, StepPilot
+from blockpilot.pilots.growth import MAX_WIDTH, GrowthRules, falling_costs, grow_nodes
+from blockpilot.pilots.step import StepPilot
 from blockpilot.replay.costs import SimulatedStep, total
 from blockpilot.replay.oracles import oracle_request, oracle_steps
 from blockpilot.replay.simulate import simulate
@@ -119,12 +118,10 @@ def _node_outcomes(calibration: Calibration, trace: Trace, size: int) -> tuple[N
     probabilities, outcomes = [], []
     true_ranks = trace.draft(size).true_ranks
     for anchor in range(0, trace.num_anchors, 2):
-        candidates = trace.candidates(size, anchor, WIDTH)
-        stream = best_first(*calibration.probabilities(candidates), candidates.token_ids)
-        nodes = list(islice(stream, NUM_NODES))
-        hits, _ = mark_hits([(parent, rank) for _, parent, rank in nodes], true_ranks[anchor], len(nodes))
-        probabilities += [path for path, _, _ in nodes]
-        outcomes += hits.tolist()
+        draft = trace.candidates(size, anchor, MAX_WIDTH)
+        nodes = grow_nodes(draft, GrowthRules(falling_costs(NUM_NODES), draft.num_positions, calibration))
+        probabilities += nodes.paths
+        outcomes += mark_hits(nodes, true_ranks[anchor], len(nodes.paths)).tolist()
     return np.array(probabilities, np.float32), np.array(outcomes, np.bool_)
 
 

@@ -1,35 +1,95 @@
 """Any pilot on a trace, exactly as the decode loop would run it, without a model.
 
-Each step mirrors `engine/speculative_step.py`: the pilot chooses a draft size, sees the drafter's candidates, selects
-nodes, and the tree is walked along the answer's own tokens. Token ids are ranks here: the answer's token at a depth is
-its rank among the candidates.
+Each step mirrors `engine/speculative_step.py`: the pilot chooses, sees the drafter's candidates and selects nodes, the
+tree is walked along the answer's own tokens, and the pilot learns what came of it. Token ids are ranks here: the
+answer's token at a depth is its rank among the candidates.
 
-A fixed chain whose size was recorded reads its emitted lengths straight from the trace. Others see the candidates that
+A whole chain whose size was recorded reads its emitted lengths straight from the trace. Others see the candidates that
 were kept: exact where the trace keeps as many as the pilot asks for, in float32, rounding of the drafter excepted.
+
+On a device steps are pipelined: step n + 1 is chosen before step n has landed (`is_pipelined`), from what was known
+when n was enqueued. Then the pilot learns one step late, as it does there.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from blockpilot.decoding.verification import accept
-from blockpilot.pilots.base import Pilot, PilotInputs
-from blockpilot.pilots.fixed import FixedPilot
+from blockpilot.pilots.base import Asked, Choice, Drafted, Outcome, Pilot, PilotInputs
 from blockpilot.replay.costs import SimulatedStep, StepCosts
 from blockpilot.replay.traces import ABSENT, Trace
 
 
-def simulate(trace: Trace, pilot: Pilot, costs: StepCosts | None = None, *, batch_size: int = 1) -> list[SimulatedStep]:
+def simulate(
+    trace: Trace, pilot: Pilot, costs: StepCosts | None = None, *, batch_size: int = 1, is_pipelined: bool = False
+) -> list[SimulatedStep]:
     """The steps that `pilot` takes through a request's answer, as one of `batch_size` requests alike."""
-    pilot = pilot.start(trace.prefill_state() if pilot.reads_prefill else None)
-    if isinstance(pilot, FixedPilot) and pilot.block_size in trace.setting.sizes:
-        return walk_chain(trace, pilot.block_size, costs, batch_size=batch_size)
-    steps: list[SimulatedStep] = []
-    anchor, is_watched = 0, pilot.num_candidates > 0
-    while anchor < trace.num_anchors:
-        inputs = _inputs(trace, steps, anchor, batch_size)
-        step = _step(trace, pilot, inputs, anchor)
-        steps.append(_price(trace, step, costs, batch_size=batch_size, is_watched=is_watched))
-        anchor += steps[-1].emitted
-    return steps
+    walk = _Walk(trace, pilot, batch_size, tuple(getattr(costs, "padding", ())), is_pipelined)
+    while walk.anchor < trace.num_anchors:
+        step = walk.step()
+        walk.steps.append(_price(trace, step, costs, batch_size=batch_size, is_watched=pilot.num_candidates > 0))
+        walk.anchor += step.emitted
+    return walk.steps
+
+
+@dataclass
+class _Walk:
+    """A request on its way through its answer."""
+
+    trace: Trace
+    pilot: Pilot
+    batch_size: int
+    buckets: tuple[int, ...]
+    is_pipelined: bool
+    steps: list[SimulatedStep] = field(default_factory=list)
+    anchor: int = 0
+    chosen: Choice | None = None  # for the next step, made while this one is in flight
+    memory: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memory = self.pilot.start(self.trace.prefill_state() if self.pilot.reads_prefill else None)
+
+    def step(self) -> SimulatedStep:
+        inputs = self._inputs()
+        if inputs.num_remaining <= 1:
+            return _plain_step(self.anchor)
+        choice = self.chosen or self._choose(inputs)
+        # one more step is enqueued, or at least chosen, unless this one may be the last
+        is_followed = self.is_pipelined and inputs.num_remaining > max(choice.draft_size, 1)
+        self.chosen = self._choose(inputs) if is_followed else None
+        size = min(choice.draft_size, inputs.max_block_size)
+        if size <= 1:
+            return _plain_step(self.anchor)
+        if choice.is_whole_chain and size in self.trace.setting.sizes:
+            return chain_step(self.trace, size, self.anchor)
+        return self._drafted_step(inputs, choice, size)
+
+    def _choose(self, inputs: PilotInputs) -> Choice:
+        return self.pilot.choose([Asked(self.memory, inputs)])[0]
+
+    def _drafted_step(self, inputs: PilotInputs, choice: Choice, size: int) -> SimulatedStep:
+        trace, anchor = self.trace, self.anchor
+        draft = trace.candidates(size, anchor, self.pilot.num_candidates)
+        tree, promised, head = self.pilot.select([Drafted(self.memory, inputs, choice, draft, ABSENT)])[0]
+        true_ranks = [*trace.draft(size).true_ranks[anchor].tolist(), ABSENT]  # nothing is drafted below the last depth
+        accepted = accept(tree, [true_ranks[min(depth, size - 1)] for depth in tree.depths])
+        emitted = min(len(accepted.emitted_ids), trace.num_anchors - anchor)
+        self.pilot.learn([Outcome(self.memory, inputs, tree.max_depth, promised, head, emitted)])
+        return SimulatedStep(anchor=anchor, block_size=size, verify_size=len(tree), emitted=emitted)
+
+    def _inputs(self) -> PilotInputs:
+        """The values that `Sequence.pilot_inputs` gives when the answer ends with this anchor."""
+        trace = self.trace
+        return PilotInputs(
+            num_steps=len(self.steps),
+            context_length=trace.num_prompt_tokens + self.anchor,
+            batch_size=self.batch_size,
+            num_remaining=trace.max_new_tokens - self.anchor - 1,
+            max_block_size=trace.setting.max_block_size,
+            trained_block_size=trace.setting.trained_block_size,
+            temperature=trace.temperature,
+            buckets=self.buckets,
+        )
 
 
 def walk_chain(trace: Trace, size: int, costs: StepCosts | None = None, *, batch_size: int = 1) -> list[SimulatedStep]:
@@ -78,28 +138,3 @@ def _price(
 
 def _plain_step(anchor: int) -> SimulatedStep:
     return SimulatedStep(anchor=anchor, block_size=1, verify_size=1, emitted=1)
-
-
-def _inputs(trace: Trace, steps: list[SimulatedStep], anchor: int, batch_size: int) -> PilotInputs:
-    """The values that `Sequence.pilot_inputs` gives when the answer ends with this anchor."""
-    return PilotInputs(
-        num_steps=len(steps),
-        context_length=trace.num_prompt_tokens + anchor,
-        batch_size=batch_size,
-        num_remaining=trace.max_new_tokens - anchor - 1,
-        max_block_size=trace.setting.max_block_size,
-        trained_block_size=trace.setting.trained_block_size,
-        temperature=trace.temperature,
-        last_emitted=steps[-1].emitted if steps else 0,
-    )
-
-
-def _step(trace: Trace, pilot: Pilot, inputs: PilotInputs, anchor: int) -> SimulatedStep:
-    size = min(pilot.choose(inputs), inputs.max_block_size) if inputs.num_remaining > 1 else 1
-    if size <= 1:
-        return _plain_step(anchor)
-    tree = pilot.select_tree(inputs, trace.candidates(size, anchor, pilot.num_candidates), ABSENT)
-    true_ranks = [*trace.draft(size).true_ranks[anchor].tolist(), ABSENT]  # nothing is drafted below the last depth
-    accepted = accept(tree, [true_ranks[min(depth, size - 1)] for depth in tree.depths])
-    emitted = min(len(accepted.emitted_ids), trace.num_anchors - anchor)
-    return SimulatedStep(anchor=anchor, block_size=size, verify_size=len(tree), emitted=emitted)

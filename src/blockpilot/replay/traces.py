@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from blockpilot.core.candidates import Candidates
+from blockpilot.core.draft import Draft, HostDraft
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.base import PrefillState
 
@@ -88,7 +88,7 @@ class Trace:
             raise InputError(f"the trace holds no candidates of draft size {size}; it holds {held}")
         return self.drafts[size]
 
-    def candidates(self, size: int, anchor: int, num_candidates: int) -> Candidates:
+    def candidates(self, size: int, anchor: int, num_candidates: int) -> HostDraft:
         """What a pilot that asks for `num_candidates` sees at an anchor. Token ids are ranks: pilots only hand them on.
 
         Fewer than it asks for where the trace keeps fewer.
@@ -100,9 +100,9 @@ class Trace:
         log_probs = draft.log_probs[anchor, :, :shown].astype(np.float32)
         ranks = np.broadcast_to(np.arange(shown, dtype=np.int64), log_probs.shape)
         if draft.first is None or draft.pairwise is None:
-            return Candidates(ranks, log_probs)
+            return Draft(ranks, log_probs)
         first = draft.first[anchor, :shown].astype(np.float32)
-        return Candidates(ranks, log_probs, first, draft.pairwise[anchor, :, :shown, :shown].astype(np.float32))
+        return Draft(ranks, log_probs, first, draft.pairwise[anchor, :, :shown, :shown].astype(np.float32))
 
     def prefill_state(self) -> PrefillState:
         """The target's state after the prompt, as a pilot's `start` gets it; probabilities not kept are 0."""

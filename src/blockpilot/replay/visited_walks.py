@@ -56,15 +56,15 @@ def _walk(drafter: DFlashDrafter, reading: Reading, walks: list[tuple[int, int, 
                 )
             )
         drafter.observe(observations)
-        for index, candidates in zip(live, drafter.propose(requests), strict=True):
+        for index, draft in zip(live, drafter.propose(requests), strict=True):
             _, size, column = walks[index]
-            chain = [token_id for _, token_id in grow_chain(candidates, size - 1)]
+            chain = grow_chain(draft, text.answer_ids[places[index]], size - 1).token_ids[1:]
             count = _count_emitted(chain, text.answer_ids[places[index] + 1 :])
             column[places[index]] = count
             places[index] += count
 
 
-def _count_emitted(chain: list[int], following: list[int]) -> int:
+def _count_emitted(chain: Sequence[int], following: list[int]) -> int:
     """Accepted tokens and the target's own next one, cut at the answer's end."""
     accepted = 0
     for drafted, true in zip(chain, following, strict=False):

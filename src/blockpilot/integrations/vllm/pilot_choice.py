@@ -1,13 +1,12 @@
 """From the configured pilot and a request's override to pilots that vLLM can run: chains, no trees."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from blockpilot.core.candidates import Candidates
 from blockpilot.core.errors import InputError
-from blockpilot.pilots.base import Nodes, Pilot, PilotInputs
+from blockpilot.pilots.base import Drafted, Pilot, Selection
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.files import load_pilot_folder
 from blockpilot.pilots.fixed import FixedPilot
@@ -23,8 +22,8 @@ class ProbePilot(FixedPilot):
 
     num_kept: int = 0
 
-    def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
-        return super().select(inputs, candidates)[: self.num_kept]
+    def select(self, requests: Sequence[Drafted]) -> list[Selection]:
+        return [Selection(found.tree.up_to(self.num_kept)) for found in super().select(requests)]
 
 
 class PilotChoice:

@@ -31,7 +31,6 @@ def register() -> None:
                 version,
             )
         return
-    from vllm.triton_utils import HAS_TRITON
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.loggers import PrometheusStatLogger
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -39,10 +38,6 @@ def register() -> None:
     hook_constructor(GPUModelRunner, attach_runner)
     hook_constructor(Scheduler, attach_scheduler)
     hook_constructor(PrometheusStatLogger, attach_counters)
-    if HAS_TRITON:  # the second runner needs it
-        from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
-
-        hook_constructor(GPUModelRunnerV2, attach_runner_v2)
 
 
 def hook_constructor(owner: type, attach: Callable[[Any, Settings], None]) -> None:
@@ -69,56 +64,37 @@ def hook_constructor(owner: type, attach: Callable[[Any, Settings], None]) -> No
 def attach_runner(runner: Any, settings: Settings) -> None:
     from blockpilot.integrations.vllm.runner import PilotedRunner
 
-    if reason := reason_to_stay_off(runner.vllm_config, settings):
+    if reason := reason_to_stay_off(runner.vllm_config):
         logger.warning("BlockPilot stays off: %s.", reason)
-    elif hasattr(runner, "drafter") and not is_asynchronous(runner.vllm_config):  # only the last pipeline stage drafts
+    elif hasattr(runner, "drafter"):  # only the last pipeline stage drafts
         PilotedRunner(runner, make_steering(runner.vllm_config, settings))
-
-
-def attach_runner_v2(runner: Any, settings: Settings) -> None:
-    from blockpilot.integrations.vllm.runner_v2 import PilotedRunnerV2
-
-    if reason := reason_to_stay_off(runner.vllm_config, settings):
-        logger.warning("BlockPilot stays off: %s.", reason)
-    elif runner.speculator is not None and not is_asynchronous(runner.vllm_config):
-        PilotedRunnerV2(runner, make_steering(runner.vllm_config, settings))
 
 
 def attach_scheduler(scheduler: Any, settings: Settings) -> None:
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-    from blockpilot.integrations.vllm.async_sizes import AsyncSizes
     from blockpilot.integrations.vllm.counters import PlainSteps
 
-    if reason_to_stay_off(scheduler.vllm_config, settings):
-        return
-    if is_asynchronous(scheduler.vllm_config):
-        AsyncSizes(scheduler, make_choice(scheduler.vllm_config, settings))
-    PlainSteps(scheduler, SpecDecodingStats.new)
+    if not reason_to_stay_off(scheduler.vllm_config):
+        PlainSteps(scheduler, SpecDecodingStats.new)
 
 
 def attach_counters(stat_logger: Any, settings: Settings) -> None:
     from blockpilot.integrations.vllm.counters import PilotCounters
 
-    if not reason_to_stay_off(stat_logger.vllm_config, settings):
+    if not reason_to_stay_off(stat_logger.vllm_config):
         PilotCounters(stat_logger, stat_logger.vllm_config.speculative_config.num_speculative_tokens)
 
 
-def reason_to_stay_off(config: Any, settings: Settings) -> str | None:
+def reason_to_stay_off(config: Any) -> str | None:
     speculative = config.speculative_config
     if speculative is None or speculative.method != "dflash":
         return "it pilots DFlash drafters, and this engine has none (speculative-config with method dflash)"
-    if settings.allow_untested:
-        return None
     if config.use_v2_model_runner:
-        return "the V2 model runner is untested: set VLLM_USE_V2_MODEL_RUNNER=0, or BLOCKPILOT_UNTESTED=1 to try"
-    if is_asynchronous(config):
-        return "asynchronous scheduling is untested: add --no-async-scheduling, or set BLOCKPILOT_UNTESTED=1 to try"
+        return "it does not support the V2 model runner yet: set VLLM_USE_V2_MODEL_RUNNER=0"
+    if config.scheduler_config.async_scheduling:
+        return "it does not support asynchronous scheduling yet: add --no-async-scheduling"
     return None
-
-
-def is_asynchronous(config: Any) -> bool:
-    return bool(config.scheduler_config.async_scheduling)
 
 
 def make_choice(config: Any, settings: Settings) -> "PilotChoice":

@@ -2,8 +2,7 @@
 
 `additional_config` wins, because it travels with vLLM's configuration to workers on other nodes:
 
-    {"blockpilot": "chain-step"}
-    {"blockpilot": {"pilot": "chain-step", "allow_untested": true}}
+    {"blockpilot": "chain-step"}, or {"blockpilot": {"pilot": "chain-step"}}
 """
 
 import logging
@@ -11,19 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from blockpilot.core.config import allows_untested, chosen_pilot
+from blockpilot.core.config import chosen_pilot
 from blockpilot.core.errors import InputError
 
 logger = logging.getLogger("vllm.blockpilot")  # vLLM prints what is logged under its own name
 SUPPORTED = ((0, 32), (0, 33))  # from the first to below the second
 KEY = "blockpilot"  # in `additional_config`, and in the `extra_args` of a request
-OPTIONS = ("pilot", "allow_untested")
+OPTIONS = ("pilot",)
 
 
 @dataclass(frozen=True)
 class Settings:
     pilot: str
-    allow_untested: bool = False
 
 
 def read_settings(vllm_config: Any) -> Settings | None:
@@ -32,7 +30,7 @@ def read_settings(vllm_config: Any) -> Settings | None:
     given = additional.get(KEY) if isinstance(additional, Mapping) else None
     if given is None:
         pilot = chosen_pilot()
-        return Settings(pilot, allows_untested()) if pilot else None
+        return Settings(pilot) if pilot else None
     options = {"pilot": given} if isinstance(given, str) else given
     if not isinstance(options, Mapping) or not isinstance(options.get("pilot"), str):
         raise InputError(f"additional_config: {KEY!r} must name a pilot, as in {{'blockpilot': 'chain-step'}}")
@@ -40,7 +38,7 @@ def read_settings(vllm_config: Any) -> Settings | None:
         raise InputError(
             f"additional_config: {KEY!r} has no option {sorted(unknown)[0]!r}; known: {', '.join(OPTIONS)}"
         )
-    return Settings(options["pilot"], bool(options.get("allow_untested", allows_untested())))
+    return Settings(options["pilot"])
 
 
 def is_supported(version: str) -> bool:

@@ -1,20 +1,21 @@
 """What a batch drafts and what each of its requests checks: our pilots, driven by another engine's loop.
 
-One step of the other engine is `choose`, its own draft, `select`. Here are plain values only, nothing of vLLM's: the
-same code serves every runner and is tested without vLLM. A pilot that fails is reported once; its request goes on at
-the configured size.
+One step of the other engine is `choose`, its own draft, `select`; what came of it is learnt in the next. Here are plain
+values only, nothing of vLLM's: the same code serves every runner and is tested without vLLM. A pilot that fails is
+reported once; its request goes on at the configured size.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from blockpilot.core.candidates import Candidates, FloatArray, IntArray
+from blockpilot.core.draft import Draft, FloatArray, HostDraft, IntArray
 from blockpilot.core.errors import InputError
 from blockpilot.integrations.vllm.settings import logger
-from blockpilot.pilots.base import Pilot, PilotInputs, PrefillState
-from blockpilot.pilots.fixed import FixedPilot, PlainPilot
+from blockpilot.pilots.base import PLAIN, Asked, Choice, Drafted, Outcome, Pilot, PilotInputs, PrefillState, Selection
+from blockpilot.pilots.fixed import FixedPilot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +33,22 @@ class Row:
 
 
 @dataclass
-class Flight:
+class Request:
     """What is remembered of a request."""
 
     pilot: Pilot
+    memory: Any = None
     num_steps: int = 0
-    size: int = 1  # block size chosen for the next draft
+    choice: Choice = PLAIN  # for the next draft
+    inputs: PilotInputs | None = None  # it was made with; None: the request did not take part
+    selection: Selection | None = None  # of the last draft, until its outcome is known
+    last_inputs: PilotInputs | None = None  # it was made with
+
+    @property
+    def block_size(self) -> int:
+        if self.inputs is None or self.inputs.num_remaining <= 1:  # the last token needs no draft
+            return 1
+        return max(1, min(self.choice.draft_size, self.inputs.max_block_size))
 
 
 class Steering:
@@ -47,8 +58,7 @@ class Steering:
         self.load = load
         self.num_draft_tokens = num_draft_tokens
         self.trained_block_size = trained_block_size
-        self.flights: dict[str, Flight] = {}
-        self._inputs: list[PilotInputs | None] = []
+        self.requests: dict[str, Request] = {}
         self._reported: set[str] = set()
 
     def choose(
@@ -63,86 +73,93 @@ class Steering:
 
         `read_prefill` gives the state of a row, for pilots that look at it; requests not in `known_ids` are forgotten.
         """
-        for gone in self.flights.keys() - known_ids:
-            del self.flights[gone]
+        for gone in self.requests.keys() - known_ids:
+            del self.requests[gone]
+        for request in self.requests.values():
+            request.inputs = None
         most = self.num_draft_tokens if limit is None else min(limit, self.num_draft_tokens)
         batch_size = sum(not row.is_waiting for row in rows)
-        self._inputs = []
         largest = 1
         for index, row in enumerate(rows):
-            inputs = None
-            if not row.is_waiting:
-                flight = self.flights.get(row.request_id)
-                if flight is None:
-                    flight = self.flights[row.request_id] = self._start(row, index, read_prefill)
-                else:
-                    flight.num_steps += 1
-                inputs = self._describe(row, flight, batch_size, most + 1)
-                flight.size = self._choose_one(flight, inputs)
-                largest = max(largest, flight.size)
-            self._inputs.append(inputs)
+            if row.is_waiting:
+                continue
+            if row.request_id not in self.requests:
+                self.requests[row.request_id] = self._start(row, index, read_prefill)
+            request = self.requests[row.request_id]
+            self._choose_one(request, row, self._describe(row, request, batch_size, most + 1))
+            request.num_steps += 1
+            largest = max(largest, request.block_size)
         return largest - 1
 
     def select(self, rows: Sequence[Row], token_ids: IntArray, log_probs: FloatArray | None) -> list[list[int]]:
         """The tokens of each row to check, out of the drafted ones [rows, K] with the drafter's log-probabilities."""
         kept = []
-        for index, (row, inputs) in enumerate(zip(rows, self._inputs, strict=True)):
-            count = 0
-            if inputs is not None:
-                scores = None if log_probs is None else log_probs[index]
-                count = self._count_kept(self.flights[row.request_id], inputs, token_ids[index], scores)
+        for index, row in enumerate(rows):
+            request, count = self.requests.get(row.request_id), 0
+            if request is not None and request.block_size > 1 and token_ids.shape[1]:
+                count = self._count_kept(request, token_ids[index], None if log_probs is None else log_probs[index])
             kept.append(token_ids[index, :count].tolist())
         return kept
 
     @property
     def wants_scores(self) -> bool:
         """Whether some pilot that drafts now looks at the drafter's probabilities."""
-        return any(flight.size > 1 and not isinstance(flight.pilot, FixedPilot) for flight in self.flights.values())
+        return any(one.block_size > 1 and not one.choice.is_whole_chain for one in self.requests.values())
 
-    def _start(self, row: Row, index: int, read_prefill: Callable[[int], PrefillState]) -> Flight:
+    def _start(self, row: Row, index: int, read_prefill: Callable[[int], PrefillState]) -> Request:
         try:
             pilot = self.load(row.override)
-            return Flight(pilot.start(read_prefill(index) if pilot.reads_prefill else None))
+            return Request(pilot, pilot.start(read_prefill(index) if pilot.reads_prefill else None))
         except Exception as error:
             self._report(error, "pilot" if row.override is None else "pilot that a request asked for")
-            return Flight(self._configured())
+            return Request(self._configured())
 
-    def _choose_one(self, flight: Flight, inputs: PilotInputs) -> int:
-        if inputs.num_remaining <= 1:  # the last token needs no draft
-            return 1
+    def _choose_one(self, request: Request, row: Row, inputs: PilotInputs) -> None:
         try:
-            size = flight.pilot.choose(inputs)
+            self._learn(request, row.num_emitted)
+            if inputs.num_remaining > 1:
+                request.choice = request.pilot.choose([Asked(request.memory, inputs)])[0]
         except Exception as error:
             self._report(error)
-            flight.pilot = self._configured()
-            size = flight.pilot.choose(inputs)
-        return max(1, min(size, inputs.max_block_size))
+            request.pilot, request.selection = self._configured(), None
+            request.choice = request.pilot.choose([Asked(None, inputs)])[0]
+        request.inputs = inputs
 
-    def _count_kept(self, flight: Flight, inputs: PilotInputs, ids: IntArray, scores: FloatArray | None) -> int:
+    def _learn(self, request: Request, emitted: int) -> None:
+        """What came of the nodes that were checked in the step before."""
+        if request.selection is not None and request.last_inputs is not None:
+            tree, promised, head = request.selection
+            outcome = Outcome(request.memory, request.last_inputs, tree.max_depth, promised, head, emitted)
+            request.selection = None
+            request.pilot.learn([outcome])
+
+    def _count_kept(self, request: Request, ids: IntArray, scores: FloatArray | None) -> int:
         """A request sees the whole draft, even where a neighbour asked for a longer one than it would have."""
-        if flight.size <= 1 or isinstance(flight.pilot, PlainPilot) or not len(ids):
-            return 0
+        inputs = request.inputs
+        assert inputs is not None
         try:
-            if scores is None and not isinstance(flight.pilot, FixedPilot):
+            if scores is None and not request.choice.is_whole_chain:
                 raise InputError("the drafter shows no probabilities: turn off use_local_argmax_reduction")
             values = np.zeros(len(ids), dtype=np.float32) if scores is None else scores
-            count = len(flight.pilot.select(inputs, Candidates(ids[:, None], values[:, None])))
+            draft: HostDraft = Draft(ids[:, None], values[:, None])
+            request.selection = request.pilot.select([Drafted(request.memory, inputs, request.choice, draft, 0)])[0]
+            request.last_inputs = inputs
+            count = len(request.selection.tree) - 1
         except Exception as error:
             self._report(error)
-            flight.pilot = self._configured()
+            request.pilot, request.selection = self._configured(), None
             count = len(ids)
         return min(count, len(ids), inputs.num_remaining - 1)
 
-    def _describe(self, row: Row, flight: Flight, batch_size: int, max_block_size: int) -> PilotInputs:
+    def _describe(self, row: Row, request: Request, batch_size: int, max_block_size: int) -> PilotInputs:
         return PilotInputs(
-            num_steps=flight.num_steps,
+            num_steps=request.num_steps,
             context_length=row.num_prompt_tokens + row.num_answer_tokens - 1,
             batch_size=batch_size,
             num_remaining=row.max_answer_tokens - row.num_answer_tokens,
             max_block_size=max_block_size,
             trained_block_size=self.trained_block_size,
             temperature=row.temperature,
-            last_emitted=row.num_emitted if flight.num_steps else 0,
         )
 
     def _configured(self) -> FixedPilot:

@@ -1,0 +1,220 @@
+"""EAGLE-3 on a GPU: a greedy chain is one CUDA graph for each shape, and so is observing.
+
+A chain's passes follow each other on the device: the best token and the output of one are the inputs of the next, and
+the host waits once, for all of them. Rows that they write behind the context are never kept. Trees and sampling, whose
+next pass depends on what the host makes of the last, run unrecorded; so does the first piece of a prompt.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from blockpilot.core.draft import Draft, HostDraft
+from blockpilot.decoding.drafter import DraftRequest, Observation, cut
+from blockpilot.decoding.eagle3_drafter import MAX_BLOCK_SIZE, Eagle3Drafter
+from blockpilot.gpu.buckets import (
+    CHAIN_BLOCKS,
+    MAX_CHAIN_ROWS,
+    REQUESTS,
+    context_bucket,
+    context_buckets,
+    largest_below,
+    round_up,
+)
+from blockpilot.gpu.device import capture, graph_pool, wait_for
+from blockpilot.gpu.fused import FusedEagle3
+from blockpilot.gpu.interface import PassInputs
+from blockpilot.gpu.plan import Staging
+
+OBSERVED = (2, 4, 8, MAX_BLOCK_SIZE)  # tokens it is shown, rounded up; a slot has room for that many more
+ALIGNMENT = 4  # numbers; kernels are compiled once more for inputs that begin elsewhere
+
+
+class ChainPlan:
+    """The inputs of a chain's passes, one token per request each: written on the host, sent in one copy."""
+
+    def __init__(self, num_requests: int, depth: int, context: int, device: torch.device, spare_slot: int) -> None:
+        width = -(-num_requests // ALIGNMENT) * ALIGNMENT
+        self.staging = Staging(device, token_ids=width, slots=width, starts=depth * width, positions=depth * width)
+        found = {name: part.view(-1, width)[:, :num_requests] for name, part in self.staging.device.items()}
+        self.anchor_ids, self.slots = found["token_ids"][0], found["slots"][0]
+        sees_itself = torch.ones(num_requests, 1, dtype=torch.int32, device=device)
+        self.passes = [  # later passes read the tokens that earlier ones find
+            PassInputs(self.anchor_ids, positions, self.slots, starts, sees_itself, context)
+            for positions, starts in zip(found["positions"], found["starts"], strict=True)
+        ]
+        self._ids, self._slots = (self.staging.host[name] for name in ("token_ids", "slots"))
+        self._starts, self._positions = (
+            self.staging.host[name].reshape(depth, width) for name in ("starts", "positions")
+        )
+        self._steps = np.arange(depth, dtype=np.int32)[:, None]
+        self._slots[:] = spare_slot
+        self._starts[:] = self._positions[:] = self._steps  # what rounds up reads only rows that it wrote itself
+        self._blank = self.staging.copy()
+
+    def write(self, requests: Sequence[DraftRequest], lengths: Sequence[int]) -> None:
+        """A chain behind each slot's rows."""
+        self.staging.restore(self._blank)
+        count = len(requests)
+        self._ids[:count] = [request.anchor_id for request in requests]
+        self._slots[:count] = [request.slot for request in requests]
+        self._starts[:, :count] = self._steps + [lengths[request.slot] for request in requests]
+        self._positions[:, :count] = self._steps + [request.position - 1 for request in requests]
+
+
+@dataclass
+class Chain:
+    plan: ChainPlan
+    run: Callable[[], None]
+    token_ids: NDArray[np.int64]  # [R, D], on the host
+    log_probs: NDArray[np.float32]
+
+
+class ViewPlan:
+    """The inputs of observing `count` tokens per request."""
+
+    def __init__(self, num_requests: int, count: int, device: torch.device, spare_slot: int) -> None:
+        self.num_requests, self.count, self.spare_slot = num_requests, count, spare_slot
+        each, all_of = num_requests, num_requests * count
+        self.staging = Staging(
+            device, rows=all_of, token_ids=all_of, positions=all_of, slots=each, starts=each, last_rows=each
+        )
+        host = self.staging.host
+        self._rows, self._ids, self._positions = (
+            host[name].reshape(num_requests, count) for name in ("rows", "token_ids", "positions")
+        )
+        self._slots, self._starts, self._last_rows = (host[name] for name in ("slots", "starts", "last_rows"))
+        self._offsets = np.arange(count, dtype=np.int32)
+        self._slots[:] = spare_slot
+
+    def write(self, observations: Sequence[Observation], lengths: Sequence[int]) -> None:
+        """What else is old is in range, and nobody reads what becomes of it."""
+        self._slots[len(observations) :] = self.spare_slot
+        for index, observation in enumerate(observations):
+            slot, length = observation.slot, len(observation.token_ids)
+            self._slots[index], self._starts[index] = slot, lengths[slot]
+            self._last_rows[index] = index * self.count + length - 1
+            self._rows[index, :length] = observation.rows
+            self._ids[index, :length] = observation.token_ids
+            self._positions[index] = self._offsets + lengths[slot]
+
+
+class GpuEagle3Drafter(Eagle3Drafter):
+    def __init__(self, *arguments: Any, num_slots: int, **options: Any) -> None:
+        super().__init__(*arguments, num_slots=num_slots, num_spare=1, **options)
+        self.fused = FusedEagle3(self.model, self.cache.rows)
+        self._spare_slot = num_slots
+        self._pool = graph_pool(self.device)
+        self._chains: dict[tuple[int, int, int], Chain] = {}
+        self._views: dict[tuple[int, int], tuple[ViewPlan, Callable[[], None]]] = {}
+        self._taps: Tensor | None = None  # the target's buffer
+
+    def bind(self, taps: Tensor) -> None:
+        """Say where the target's recorded passes leave their taps: what is observed from there is recorded, too."""
+        self._taps = taps
+
+    @torch.inference_mode()
+    def prepare(self, num_requests: int) -> None:
+        """Record chains of the usual sizes, and observing from the target's buffer."""
+        rounded = round_up(num_requests, REQUESTS)
+        for size in sorted({*CHAIN_BLOCKS, self.block_size}):
+            if rounded <= REQUESTS[-1]:
+                for context in context_buckets(self.cache.capacity):
+                    self._chain(rounded, size - 1, context)
+        for count in OBSERVED:
+            if self._taps is not None and rounded * count <= MAX_CHAIN_ROWS:
+                self._view(self._taps, rounded, count)
+
+    @torch.inference_mode()
+    def observe(self, observations: Sequence[Observation]) -> None:
+        taps = self._taps
+        most = largest_below(MAX_CHAIN_ROWS // round_up(len(observations), REQUESTS), OBSERVED)
+        is_bound = all(
+            one.taps is taps and one.rows is not None and one.slot in self._waiting for one in observations
+        )  # rows of the target's own buffer, each slot's with a state that waits for them
+        if taps is None or not most or not is_bound:
+            super().observe(observations)
+            return
+        for index, piece in enumerate(cut(observations, most)):
+            if index:
+                wait_for(self.device)  # what the piece before was told lies where this one's will
+            count = round_up(max(len(observation.token_ids) for observation in piece), OBSERVED)
+            plan, run = self._view(taps, round_up(len(piece), REQUESTS), count)
+            plan.write(piece, self.cache.lengths)
+            for observation in piece:
+                self.cache.extend(observation.slot, len(observation.token_ids))
+            run()
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest]) -> list[HostDraft]:
+        is_plain = all(request.num_candidates == 1 and request.params.is_greedy for request in requests)
+        if not is_plain or len(requests) > REQUESTS[-1]:
+            return super().propose(requests)
+        depth = max(request.block_size for request in requests) - 1
+        context = context_bucket([self.cache.lengths[request.slot] for request in requests])
+        chain = self._chain(round_up(len(requests), REQUESTS), depth, context)
+        for request in requests:
+            self.cache.append(request.slot, depth)  # is there room?
+            self.cache.keep(request.slot, ())
+        chain.plan.write(requests, self.cache.lengths)
+        chain.run()
+        wait_for(self.device)
+        return [_draft_of(chain, row, request.block_size - 1) for row, request in enumerate(requests)]
+
+    def _chain(self, num_requests: int, depth: int, context: int) -> Chain:
+        key = (num_requests, depth, context)
+        if key not in self._chains:
+            plan = ChainPlan(num_requests, depth, context, self.device, self._spare_slot)
+            is_pinned = self.device.type == "cuda"
+            token_ids = torch.zeros(num_requests, depth, dtype=torch.int64, pin_memory=is_pinned)
+            log_probs = torch.zeros(num_requests, depth, dtype=torch.float32, pin_memory=is_pinned)
+
+            def run() -> None:
+                plan.staging.send()
+                for part, place in zip(self._draft(plan), (token_ids, log_probs), strict=True):
+                    self.fused.layers.kernels.send(part, place)
+
+            recorded = capture(run, self.device, self._pool)
+            self._chains[key] = Chain(plan, recorded, token_ids.numpy(), log_probs.numpy())
+        return self._chains[key]
+
+    def _draft(self, plan: ChainPlan) -> tuple[Tensor, Tensor]:
+        """The best token after every pass, and its log-probability, [R, D] each."""
+        hidden, ids = self._states.index_select(0, plan.slots), plan.anchor_ids
+        found: list[tuple[Tensor, Tensor]] = []
+        for inputs in plan.passes:
+            hidden, normed = self.fused.forward(self.embed(ids), hidden, inputs)
+            logits = self.fused.logits(normed)
+            _, best, log_probs = self.fused.layers.kernels.rank_tokens(logits, 1, self.token_ids)  # [R, 1]
+            ids = best[:, 0]
+            found.append((best, log_probs))
+        return torch.cat([best for best, _ in found], dim=1), torch.cat([scores for _, scores in found], dim=1)
+
+    def _view(self, taps: Tensor, num_requests: int, count: int) -> tuple[ViewPlan, Callable[[], None]]:
+        key = (num_requests, count)
+        if key not in self._views:
+            plan = ViewPlan(num_requests, count, self.device, self._spare_slot)
+            self._views[key] = plan, capture(lambda: self._store_rows(plan, taps), self.device, self._pool)
+        return self._views[key]
+
+    def _store_rows(self, plan: ViewPlan, taps: Tensor) -> None:
+        """Each token beside the fused taps of the one before it; the last one's wait in their place."""
+        plan.staging.send()
+        given = plan.staging.device
+        slots = given["slots"]
+        fused = self.fused.fuse(taps.index_select(0, given["rows"]))  # [R * n, H]
+        own = fused.view(plan.num_requests, plan.count, -1)
+        hidden = torch.cat((self._states.index_select(0, slots)[:, None], own[:, :-1]), dim=1).flatten(0, 1)
+        self.fused.store_context(self.embed(given["token_ids"]), hidden, given["positions"], slots, given["starts"])
+        self._states.index_copy_(0, slots.long(), fused.index_select(0, given["last_rows"]))
+
+
+def _draft_of(chain: Chain, row: int, depth: int) -> HostDraft:
+    """As deep as the request asked for; the buffers are written again."""
+    token_ids, log_probs = chain.token_ids[row, :depth, None], chain.log_probs[row, :depth, None]
+    return Draft(token_ids.copy(), np.minimum(log_probs, 0))

@@ -243,9 +243,7 @@ class DeviceExecutor:
 
     @torch.inference_mode()
     def _record_step(self, draft: DraftPass | None, check: CheckPass) -> RecordedStep:
-        """While recording, kernels run: nobody's slot may be in the plans."""
         plan = check.plan if draft is None else draft.plan
-        plan.clear_all()
         tail = self._record_tail(None, check) if draft is None else self._find_tail(draft, check)
         parents = self._on_device(plan.num_requests, check.plan.count) - 1
         is_observed = self.drafter is not None and check.taps is not None
@@ -262,6 +260,7 @@ class DeviceExecutor:
     @torch.inference_mode()
     def _record_tail(self, draft: DraftPass | None, check: CheckPass) -> Tail:
         plan, taps = (check.plan if draft is None else draft.plan), check.taps
+        plan.clear_all()  # while recording, kernels run: nobody's slot may be in the plan
         shape = (plan.num_requests, plan.count)
         flat = plan.num_requests * plan.count
         tail = Tail(AcceptedRows(*(self._on_device(*one) for one in (shape, shape[:1], (flat,), (flat,)))))
@@ -289,10 +288,11 @@ class DeviceExecutor:
             self._on_host(plan.num_requests, 1 + plan.count, dtype=torch.int32),
             Stopwatch(self.device, num_marks=2 if step.draft is None else 4),
         )
-        checked = CheckedTrees(step.check.best, step.check.plan.inputs.token_ids, step.parents, plan.inputs.starts)
+        check = step.check
 
         @torch.inference_mode()
         def accept() -> None:
+            checked = CheckedTrees(check.best, check.plan.inputs.token_ids, step.parents, plan.inputs.starts)
             self._kernels.accept_trees(checked, step.tail.kept, found.accepted, plan.next_blocks)
 
         found.accept = capture(accept, self.device, self._pool)

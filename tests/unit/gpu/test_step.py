@@ -1,67 +1,46 @@
 """Steps that a device takes alone emit what the host's would. Here with the kernels' reference implementation."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from blockpilot import load_pilot
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
-from blockpilot.decoding import planned_dflash
-from blockpilot.decoding.drafter import DraftRequest
+from blockpilot.decoding.step import StepExecutor, StepRequest
 from blockpilot.engine import step_timing
-from blockpilot.engine.joint_step import JointFlight, JointStep
 from blockpilot.engine.llm import LLM
-from blockpilot.engine.plain_step import PlainFlight, PlainRequest, PlainStep
-from blockpilot.engine.planned_runner import PlannedRunner
-from blockpilot.engine.step_timing import ProfilePlan, time_steps
-from blockpilot.models.gpu import Stopwatch
-from blockpilot.pilots.base import Ahead
+from blockpilot.engine.outbox import Outbox
+from blockpilot.engine.step_timing import ProfilePlan, Sample, time_steps
+from blockpilot.gpu import dflash
+from blockpilot.gpu.device import Stopwatch
+from blockpilot.gpu.step import DeviceExecutor, Ticket
+from blockpilot.gpu.target import GpuTargetRunner
+from blockpilot.pilots.base import PLAIN, Asked, Choice, PilotInputs, PrefillState
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts
+from blockpilot.pilots.fixed import PlainPilot, TreePilot
+from blockpilot.pilots.memory import StepMemory
 from blockpilot.pilots.step import StepPilot
+from blockpilot.replay.simulate import simulate
 from tests.tiny import make_dflash, make_llm
-from tests.unit.engine.late_device import Runs, device  # noqa: F401
-from tests.unit.engine.test_planned import PROMPTS, make_planned
+from tests.unit.gpu.late_device import Runs, make_gpu_llm
+from tests.unit.gpu.test_passes import PROMPTS
+from tests.unit.replay.pieces import decode, run_collect, shapes
 
-PADDED = replace(StepCosts.linear(draft=0.05, slope=0.01), padding=PlannedRunner.padding)
+CHEAP = StepCosts.linear(draft=0.05, slope=0.01)
 SAMPLING = {
     "greedy": SamplingParams(max_new_tokens=30),
     "T=0.7": SamplingParams(max_new_tokens=30, temperature=0.7, seed=3),
 }
 
 
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    counted, start, follow = Runs(), JointStep.start, JointStep.follow
-
-    def count(self: JointStep, requests: Sequence[DraftRequest], ahead: Ahead) -> JointFlight:
-        counted.append(len(requests))
-        counted.ahead.append(False)
-        return start(self, requests, ahead)
-
-    def count_ahead(
-        self: JointStep, flight: JointFlight, ahead: Ahead, positions: Sequence[int | None]
-    ) -> JointFlight | None:
-        following = follow(self, flight, ahead, positions)
-        if following is not None:
-            counted.append(len(positions) - positions.count(None))
-            counted.ahead.append(True)
-        return following
-
-    monkeypatch.setattr(JointStep, "start", count)
-    monkeypatch.setattr(JointStep, "follow", count_ahead)
-    return counted
-
-
-def build(*, is_second: bool = True, is_joint: bool = True, name: str = "qwen3", **options: object) -> LLM:
-    with pytest.MonkeyPatch.context() as patch:
-        llm = make_planned(patch, name, drafter=make_dflash(name, is_second=is_second), **options)
-    assert llm.engine.joint is not None
-    if not is_joint:
-        llm.engine.joint = None
-    return llm
+def build(*, is_second: bool = True, with_device_steps: bool = True, name: str = "qwen3", **options: object) -> LLM:
+    drafter = make_dflash(name, is_second=is_second)
+    return make_gpu_llm(name, with_device_steps=with_device_steps, drafter=drafter, **options)
 
 
 def emitted(answers: Sequence[Completion]) -> list[list[int]]:
@@ -73,14 +52,17 @@ def emitted(answers: Sequence[Completion]) -> list[list[int]]:
 @pytest.mark.parametrize("is_second", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_answers_are_plain_decodings(runs: Runs, name: str, is_second: bool, sampling: str) -> None:
-    llm, host = build(name=name, is_second=is_second), build(name=name, is_second=is_second, is_joint=False)
+    llm, host = build(name=name, is_second=is_second), build(name=name, is_second=is_second, with_device_steps=False)
     params = SAMPLING[sampling]
     plain = [answer.token_ids for answer in llm.generate(PROMPTS, params, pilot="ar", is_raw=True)]
-    assert not runs
+    assert not runs.drafted()
     for pilot in ("fixed:4", "fixed:16", "tree:15", "tree:70"):
         found = llm.generate(PROMPTS, params, pilot=pilot, is_raw=True)
         assert [answer.token_ids for answer in found] == plain
-        assert max(runs, default=0) == len(PROMPTS) or (name, pilot) == ("qwen3_moe", "tree:70")  # too many rows
+        assert max(runs.drafted(), default=0) == len(PROMPTS) or (name, pilot) == (
+            "qwen3_moe",
+            "tree:70",
+        )  # too many rows
         runs.clear()
         expected = host.generate(PROMPTS, params, pilot=pilot, is_raw=True)
         assert not runs
@@ -93,32 +75,48 @@ def test_answers_are_plain_decodings(runs: Runs, name: str, is_second: bool, sam
     assert llm.engine.runner.cache.num_free == 4
 
 
+@dataclass
 class WatchedPilot(StepPilot):
-    """Remembers the pilots of its requests."""
+    """Keeps the memories of its requests."""
 
-    started: list[StepPilot]
+    started: list[StepMemory] = field(default_factory=list)
 
-    def start(self, prefill: object) -> StepPilot:
-        self.started.append(super().start(None))  # a list that copies share
+    def start(self, prefill: PrefillState | None, neighbours: Sequence[StepMemory] = ()) -> StepMemory:
+        self.started.append(super().start(prefill, neighbours))
         return self.started[-1]
 
 
 @pytest.mark.parametrize("num_prompts", [1, 3])
 def test_adaptive_pilots_learn_as_on_the_host(runs: Runs, num_prompts: int) -> None:
     sizes, memories = [], []
-    for is_joint in (True, False):
-        llm, pilot = build(is_joint=is_joint, costs=PADDED), WatchedPilot(Calibration.identity(), PADDED)
-        pilot.started = []
-        found = llm.generate(PROMPTS[:num_prompts], SAMPLING["greedy"], pilot=[pilot] * num_prompts, is_raw=True)
+    for with_device_steps in (True, False):
+        llm = build(with_device_steps=with_device_steps)
+        pilot = WatchedPilot(Calibration.identity(), CHEAP)
+        found = llm.generate(PROMPTS[:num_prompts], SAMPLING["greedy"], pilot=pilot, is_raw=True)
         plain = llm.generate(PROMPTS[:num_prompts], SAMPLING["greedy"], pilot="ar", is_raw=True)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
         chosen = [[(one.block_size, one.verify_size) for one in answer.steps[:6]] for answer in found]
         sizes.append([list(dict.fromkeys(each))[:2] for each in chosen])  # a step behind another decides one step later
         first = pilot.started[0]
-        recent = first.recent if num_prompts == 1 else first._together.recent
+        recent = first.recent if num_prompts == 1 or first.batch is None else first.batch.recent
         memories.append((recent.average, recent.expected, recent.promised, recent.kept))
-    assert bool(runs) and sizes[0] == sizes[1]
+    assert runs.drafted() and sizes[0] == sizes[1]
     assert memories[0] == pytest.approx(memories[1], rel=0.1)
+
+
+@pytest.mark.parametrize("costs", [StepCosts.linear(draft=0.05, slope=0.01), StepCosts.linear(draft=0.5, slope=0.4)])
+def test_replay_repeats_pipelined_decisions(runs: Runs, costs: StepCosts, tmp_path: Path) -> None:
+    """Choices come one step late on a device; replay knows, and takes the very same steps."""
+    padded = replace(costs, padding=GpuTargetRunner.buckets)
+    llm = build(num_slots=1)
+    traces = list(run_collect(llm, tmp_path, sizes=(4, 8), draft_sizes=(4, 8), max_new_tokens=40))
+    pilot = StepPilot(Calibration.identity(), costs, draft_sizes=(4, 8))
+    online = decode(llm, pilot, max_new_tokens=40)
+    assert [trace.answer_ids.tolist() for trace in traces] == [answer.token_ids for answer in online]
+    assert [shapes(simulate(trace, pilot, padded, is_pipelined=True)) for trace in traces] == [
+        shapes(answer.steps) for answer in online
+    ]
+    assert sum(runs.is_ahead) > 20
 
 
 @pytest.mark.usefixtures("device")
@@ -133,20 +131,59 @@ def test_short_answers_end_where_they_should(runs: Runs, num_tokens: int) -> Non
     assert runs
 
 
-def test_what_the_device_cannot_do_goes_the_hosts_way(runs: Runs) -> None:
+def test_costs_of_another_machine_do_not_leave_the_device(runs: Runs) -> None:
     llm = build(costs=StepCosts.linear(draft=0.05, slope=0.01))
+    llm.generate(PROMPTS, SAMPLING["greedy"], pilot="step", is_raw=True)
+    assert len(runs.drafted()) > 2
+
+
+def test_a_pilot_that_is_asked_while_another_joins_is_asked_once(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of a request has one choice, made once, whether it was enqueued or kept for later."""
+    llm = build()
+    asked: list[int] = []
+
+    class CountingPilot(TreePilot):
+        """Its size changes now and then: then the step behind is not enqueued, and its choice is kept."""
+
+    pilot = CountingPilot(7)
+    choose = TreePilot.choose
+
+    def count(self: TreePilot, requests: Sequence[Asked]) -> list[Choice]:
+        asked.extend(inputs.num_steps for _, inputs in requests)
+        return [choice._replace(num_nodes=7 + len(asked) // 3 % 2) for choice in choose(self, requests)]
+
+    monkeypatch.setattr(CountingPilot, "choose", count)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    engine = llm.engine
+    engine.add_request(llm.tokenizer.encode(PROMPTS[0]), params, pilot)
+    is_joined = False
+    while engine.has_work:
+        if engine.pipeline._chosen and not is_joined:  # a choice is kept, and now another request comes
+            engine.add_request(llm.tokenizer.encode(PROMPTS[2]), replace(params, max_new_tokens=4), pilot)
+            is_joined = True
+            asked.clear()
+            engine.step()
+            assert asked[0] == 0 and asked.count(0) <= 2  # the one that has joined, alone; then both, for what follows
+            assert len(asked) in (1, 3)
+        else:
+            engine.step()
+    assert is_joined
+
+
+def test_what_the_device_cannot_do_goes_the_hosts_way(runs: Runs) -> None:
+    llm = build()
     filtered = SamplingParams(max_new_tokens=12, temperature=1.0, top_k=5, seed=1)
     mixed = ["fixed:4", "tree:7", "ar", "fixed:4"]
-    for params, pilot in [(filtered, "tree:7"), (SAMPLING["greedy"], "step"), (SAMPLING["greedy"], mixed)]:
+    for params, pilot in [(filtered, "tree:7"), (SAMPLING["greedy"], mixed)]:
         plain = llm.generate(PROMPTS, params, pilot="ar", is_raw=True)
+        runs.clear()
         found = llm.generate(PROMPTS, params, pilot=pilot, is_raw=True)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
-        assert not runs or (pilot is mixed and set(runs) <= {1, 2})  # when only requests of one kind are left
+        assert not runs.drafted() or (pilot is mixed and set(runs.drafted()) <= {1, 2})  # when one kind is left
 
 
-def test_other_drafters_and_devices_have_no_joint_steps() -> None:
-    assert make_llm("qwen3", drafter=make_dflash("qwen3")).engine.joint is None
-    assert make_llm("qwen3", drafter="ngram").engine.joint is None
+def test_other_devices_have_no_such_steps() -> None:
+    assert make_llm("qwen3", drafter=make_dflash("qwen3")).engine.device_executor is None
 
 
 @pytest.mark.usefixtures("device")
@@ -203,10 +240,9 @@ def test_the_next_step_is_begun_before_this_one_has_landed(runs: Runs, num_promp
     plain = llm.generate(PROMPTS + PROMPTS[::-1], params, pilot="ar", is_raw=True)
     for pilot in ("fixed:8", "tree:15"):
         runs.clear()
-        runs.ahead.clear()
         found = llm.generate(PROMPTS + PROMPTS[::-1], params, pilot=pilot, is_raw=True)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
-        assert sum(runs.ahead) > 0.5 * len(runs)
+        assert sum(runs.is_ahead) > 0.5 * len(runs.is_ahead)
 
 
 @pytest.mark.usefixtures("device")
@@ -225,8 +261,8 @@ def test_one_of_many_ends_unforeseen(runs: Runs) -> None:
             found = llm.generate(prompts, each, pilot=pilot, is_raw=True)
             assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
             assert found[index].finish_reason == "stop"
-            assert sum(runs) <= sum(len(answer.steps) for answer in found) + 2 * len(prompts)
-    assert llm.engine.runner.cache.num_free == 4 and any(runs.ahead)
+            assert sum(runs.num_requests) <= sum(len(answer.steps) for answer in found) + 2 * len(prompts)
+    assert llm.engine.runner.cache.num_free == 4 and any(runs.is_ahead)
 
 
 @pytest.mark.usefixtures("device")
@@ -238,19 +274,28 @@ def test_a_full_context_ends_answers(runs: Runs) -> None:
     for pilot in ("fixed:4", "tree:15", "tree:63"):
         found = llm.generate(PROMPTS, params, pilot=pilot, is_raw=True)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
-    joint, cache = llm.engine.joint, llm.engine.runner.cache
-    assert joint is not None and any(runs.ahead)
-    request = DraftRequest(cache.reserve(), 5, 0, 8, 16, params[0], (7, 7))
-    flight = joint.start([request], Ahead(7))
-    positions = [cache.capacity - 40]
-    for _ in range(20):
-        following = joint.follow(flight, Ahead(7), positions)
-        if following is None:
-            break
-        joint.land(flight, [False])
-        flight, positions = following, [None]
-    assert following is None and flight.reach[0] + 8 <= cache.capacity
-    joint.land(flight, [False])
+    executor, cache = llm.engine.device_executor, llm.engine.runner.cache
+    assert executor is not None and any(runs.is_ahead)
+    for choice in (Choice(8, 7), PLAIN):
+        request = step_request(cache.reserve(), choice)
+        ticket = executor.begin([request])
+        positions: list[int | None] = [cache.capacity - 40]
+        for _ in range(60):
+            following = executor.follow(ticket, positions)
+            if following is None:
+                break
+            executor.land(ticket, [False])
+            ticket, positions = following, [None]
+            if not positions[0] and choice is PLAIN:
+                positions = [ticket.reach[0]]
+        assert following is None and ticket.reach[0] + request.block_size <= cache.capacity
+        executor.land(ticket, [False])
+
+
+def step_request(slot: int, choice: Choice) -> StepRequest:
+    inputs = PilotInputs(0, 0, 1, 100, 64, 8, 0.0, GpuTargetRunner.buckets)
+    pilot = TreePilot(7) if choice.draft_size else PlainPilot()
+    return StepRequest(slot, 5, SamplingParams(), pilot, None, inputs, choice)
 
 
 @pytest.mark.usefixtures("device")
@@ -259,55 +304,44 @@ def test_a_pilot_that_does_not_draft_decodes_plainly_and_probes(
     monkeypatch: pytest.MonkeyPatch, num_prompts: int
 ) -> None:
     """As on the host, without it: the drafter sees every token, and what a pilot has chosen once is not asked again."""
-    shown: list[bool] = []
-    start = PlainStep.start
+    watched: list[bool] = []
+    begin = DeviceExecutor._begin_plain
 
-    def note(self: PlainStep, requests: Sequence[PlainRequest], *, is_shown: bool = False) -> PlainFlight:
-        shown.append(is_shown)
-        return start(self, requests, is_shown=is_shown)
+    def note(self: DeviceExecutor, requests: Sequence[StepRequest]) -> Ticket | None:
+        ticket = begin(self, requests)
+        watched.append(ticket is not None and ticket.step.is_observed)
+        return ticket
 
-    monkeypatch.setattr(PlainStep, "start", note)
-    dear = replace(StepCosts.linear(draft=0.5, slope=0.4), padding=PlannedRunner.padding)
+    monkeypatch.setattr(DeviceExecutor, "_begin_plain", note)
+    dear = StepCosts.linear(draft=0.5, slope=0.4)
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)
     sizes = []
-    for is_joint in (True, False):
-        llm = build(is_joint=is_joint, costs=dear)
-        if not is_joint:
-            llm.engine.plain = None
+    for with_device_steps in (True, False):
+        llm = build(with_device_steps=with_device_steps, costs=dear)
         pilot = StepPilot(Calibration.identity(), dear)
-        found = llm.generate(PROMPTS[:num_prompts], params, pilot=[pilot] * num_prompts, is_raw=True)
+        found = llm.generate(PROMPTS[:num_prompts], params, pilot=pilot, is_raw=True)
         plain = llm.generate(PROMPTS[:num_prompts], params, pilot="ar", is_raw=True)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in plain]
         drafts = [step.block_size for step in found[-1].steps]
         sizes.append([index for index, size in enumerate(drafts) if size > 1])
-    assert shown.count(True) >= 2  # at first, and behind every probe
+    assert watched.count(True) >= 2  # at first, and behind every probe
     assert len(sizes[0]) == len(sizes[1]) >= 2 and sizes[0][-1] == pytest.approx(sizes[1][-1], abs=6)
 
 
-@pytest.mark.parametrize("is_chain", [False, True])
-def test_all_steps_of_a_pilot_can_be_recorded_ahead(runs: Runs, is_chain: bool) -> None:
-    llm = build(costs=PADDED)
-    pilot = StepPilot(Calibration.identity(), PADDED, is_chain=is_chain, draft_sizes=(4, 8))
-    llm.prepare(4, pilot="fixed:4")  # one that has no habits
-    joint = llm.engine.joint
-    assert joint is not None and not joint._courses
+@pytest.mark.parametrize("pilot", ["step", "chain-step", "fixed:8", "tree:15", "tree:20@12"])
+def test_all_steps_of_a_pilot_can_be_recorded_before_they_occur(runs: Runs, pilot: str) -> None:
+    llm = build(costs=CHEAP)
+    executor = llm.engine.device_executor
+    assert executor is not None
     llm.prepare(4, pilot=pilot)
-    recorded = {key: len(course.turns[0].grow) for key, course in joint._courses.items()}
+
+    def recorded() -> set[tuple[int, int]]:
+        return {(id(step), len(step.results[0].grow)) for step in executor._steps.values()}
+
+    before = recorded()
     params = [SamplingParams(max_new_tokens=10 * index + 9, ignore_eos=True) for index in range(4)]
-    llm.generate(PROMPTS, params, pilot=[pilot] * 4, is_raw=True)
-    assert {key: len(course.turns[0].grow) for key, course in joint._courses.items()} == recorded and runs
-
-
-def test_a_pilot_that_decides_otherwise_is_waited_for(runs: Runs) -> None:
-    llm = build()
-    cache, joint = llm.engine.runner.cache, llm.engine.joint
-    assert joint is not None
-    request = DraftRequest(cache.reserve(), 5, 0, 8, 16, SamplingParams(), (7, 7))
-    flight = joint.start([request], Ahead(7))
-    for other in (Ahead(8), Ahead(7, is_chain=True), Ahead(7, weights=(Calibration.identity().plain_weights,) * 2)):
-        assert joint.follow(flight, other, [0]) is None
-    assert joint.follow(flight, Ahead(7), [0]) is not None
-    joint.land(flight, [True])
+    llm.generate(PROMPTS, params, pilot=pilot, is_raw=True)
+    assert recorded() == before and runs.drafted()
 
 
 def test_profiles_of_targets_with_few_rows_fall_back(runs: Runs) -> None:
@@ -315,15 +349,15 @@ def test_profiles_of_targets_with_few_rows_fall_back(runs: Runs) -> None:
     llm = build(name="qwen3_moe", num_slots=8)
     plan = ProfilePlan(verify_totals=(1, 8, 64, 128), draft_sizes=(4, 16), batch_sizes=(1, 8), contexts=(20,))
     costs = time_steps(llm, replace(plan, num_rounds=1), {})
-    assert {point.tokens for point in costs.verify if point.batch_size == 8} == {1, 8, 16}
-    assert set(runs) == {1, 8} and llm.engine.runner.cache.num_free == 8
+    assert {point.tokens for point in costs.verify if point.batch_size == 8} == {1, 4, 8, 16}  # 4 behind drafts of 4
+    assert set(runs.num_requests) == {1, 8} and llm.engine.runner.cache.num_free == 8
 
 
 def test_wide_selectors_go_the_hosts_way() -> None:
     drafter = make_dflash("qwen3", is_second=True)
     drafter.config = replace(drafter.config, selector_top_k=17)
-    with pytest.MonkeyPatch.context() as patch:
-        assert make_planned(patch, "qwen3", drafter=drafter).engine.joint is None
+    executor = make_gpu_llm("qwen3", drafter=drafter).engine.device_executor
+    assert executor is not None and executor.drafter is None and executor.bound is not None
 
 
 def test_news_of_a_finished_request_outlive_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,17 +366,15 @@ def test_news_of_a_finished_request_outlive_a_failure(monkeypatch: pytest.Monkey
     alone = llm.generate(PROMPTS[0], params[0], pilot="fixed:4", is_raw=True)
     streams = [llm.stream(PROMPTS[0], one, pilot="fixed:4", is_raw=True) for one in params]
     shown = [next(stream) for stream in streams]
-    follow, lost = JointStep.follow, []
+    follow, lost = DeviceExecutor.follow, []
 
-    def fail_alone(
-        self: JointStep, flight: JointFlight, ahead: Ahead, positions: Sequence[int | None]
-    ) -> JointFlight | None:
+    def fail_alone(self: DeviceExecutor, ticket: Ticket, positions: Sequence[int | None]) -> Ticket | None:
         if None in positions:
             lost.append(1)
             raise RuntimeError("lost")
-        return follow(self, flight, ahead, positions)
+        return follow(self, ticket, positions)
 
-    monkeypatch.setattr(JointStep, "follow", fail_alone)
+    monkeypatch.setattr(DeviceExecutor, "follow", fail_alone)
     with pytest.raises(RuntimeError, match="lost"):
         list(streams[1])
     assert lost and llm.engine.has_work
@@ -380,7 +412,7 @@ def test_a_request_that_its_prompt_ends_is_told_even_if_decoding_fails(monkeypat
         llm.tokenizer.encode(PROMPTS[2]), SamplingParams(max_new_tokens=1), load_pilot("fixed:4")
     )
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="lost"):
-        patch.setattr(JointStep, "start", lambda *given: (_ for _ in ()).throw(RuntimeError("lost")))
+        patch.setattr(DeviceExecutor, "begin", lambda *given: (_ for _ in ()).throw(RuntimeError("lost")))
         engine.step()
     news = engine.step()
     assert [(update.request_id, update.completion is not None) for update in news] == [(short, True)]
@@ -388,29 +420,31 @@ def test_a_request_that_its_prompt_ends_is_told_even_if_decoding_fails(monkeypat
 
 
 def test_what_a_batch_has_chosen_is_not_for_one_that_is_left_alone() -> None:
-    llm = build(costs=PADDED)
+    llm = build(costs=CHEAP)
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)
     plain = llm.generate([PROMPTS[3], PROMPTS[0]], params, pilot="ar", is_raw=True)
     for place in range(1, 20):
-        pilot = StepPilot(Calibration.identity(), PADDED)
+        pilot = StepPilot(Calibration.identity(), CHEAP)
         both = [replace(params, stop_token_ids=(plain[0].token_ids[place],)), params]
-        found = llm.generate([PROMPTS[3], PROMPTS[0]], both, pilot=[pilot] * 2, is_raw=True)
+        found = llm.generate([PROMPTS[3], PROMPTS[0]], both, pilot=pilot, is_raw=True)
         assert found[1].token_ids == plain[1].token_ids
         assert all(step.block_size == 1 or step.verify_size > 1 for step in found[1].steps)  # no draft in vain
 
 
 def test_drafts_of_large_batches_cost_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where blocks of 16 are too many rows for one pass, shorter ones are timed inside of steps. The clock is ours: a
+    """Where blocks of 16 are too many rows for one pass, checks are timed behind shorter ones. The clock is ours: a
     step takes ten milliseconds, one for each checked token and one for each drafted."""
-    monkeypatch.setattr(planned_dflash, "MAX_ROWS", 1024)
-    take = step_timing._Bench._take_steps
+    monkeypatch.setattr(dflash, "MAX_DRAFT_ROWS", 1024)
+    land = step_timing._Probe._land
 
-    def take_steps(self: step_timing._Bench, tokens: int, draft_size: int) -> float:
-        take(self, tokens, draft_size)
-        self._draft_seconds[:] = [self.joint_size / 1e3]
-        return 10.0 + tokens + draft_size
+    def land_on_time(self: step_timing._Probe, executor: StepExecutor, ticket: Any, started: float) -> Sample:
+        sample = land(self, executor, ticket, started)
+        if not isinstance(executor, DeviceExecutor) or ticket.step.draft is None:
+            return sample
+        size = max(request.block_size for request in ticket.requests)
+        return Sample(size, 10.0 + 1 + ticket.limits[0][0], 0.0)
 
-    monkeypatch.setattr(step_timing._Bench, "_take_steps", take_steps)
+    monkeypatch.setattr(step_timing._Probe, "_land", land_on_time)
     llm = build(num_slots=128)
     plan = ProfilePlan(verify_totals=(128, 256, 512), draft_sizes=(4, 8, 16), batch_sizes=(128,), contexts=(20,))
     costs = time_steps(llm, replace(plan, num_rounds=1), {})
@@ -418,7 +452,7 @@ def test_drafts_of_large_batches_cost_something(monkeypatch: pytest.MonkeyPatch)
     assert costs.overhead_ms == 0
     assert (drafts[4], drafts[8]) == pytest.approx((4, 8))
     assert (checks[2], checks[4]) == pytest.approx((12, 14))
-    assert drafts[16] > 0 and checks[1] > 0  # a clock's: a draft alone, and plain decoding
+    assert drafts[16] > 0 and checks[1] > 0  # a clock's: a draft on the host's way, and plain decoding
 
 
 def test_an_abort_of_a_request_that_has_ended_shows_all_its_text() -> None:
@@ -429,10 +463,14 @@ def test_an_abort_of_a_request_that_has_ended_shows_all_its_text() -> None:
     expected = llm.generate(PROMPTS[1], params, pilot="tree:15", is_raw=True)
     assert expected.finish_reason == "stop"
     request = llm.engine.add_request(llm.tokenizer.encode(PROMPTS[1]), params, load_pilot("tree:15"))
-    for _ in range(20):
-        llm.engine.step()
-        llm.engine.settle()
-        if llm.engine._landed and llm.engine._landed[0].finish_reason:
-            break
-    completion = llm.engine.abort(request)
+    engine = llm.engine
+    with pytest.MonkeyPatch.context() as patch:  # it has landed, and its text has not been written yet
+        patch.setattr(Outbox, "finished", lambda outbox: [])
+        for _ in range(20):
+            engine.step()
+            engine.settle()
+            sequence = engine.scheduler.find(request)
+            if sequence is not None and sequence.finish_reason:
+                break
+    completion = engine.abort(request)
     assert completion is not None and completion.text == expected.text

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from blockpilot.core.candidates import Candidates
+from blockpilot.models.trees_reference import HEAD, REPORT, Blocks, NextBlocks, Trees, accept_trees, grow_trees
 from torch import Tensor
 
-from blockpilot.core.candidates import Candidates
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.verification import accept
 from blockpilot.models import kernels_reference, trees_reference
-from blockpilot.models.trees_reference import HEAD, REPORT, Blocks, NextBlocks, Trees, accept_trees, grow_trees
 from blockpilot.pilots import calibration
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.forecast import HEAD as PILOTS_HEAD

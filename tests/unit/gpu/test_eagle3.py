@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from blockpilot.core.candidates import Candidates
+from blockpilot.decoding.planned_eagle3 import PlannedEagle3Drafter
+from blockpilot.engine.planned_runner import PlannedRunner
+
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.decoding.eagle3_drafter import Eagle3Drafter
-from blockpilot.decoding.planned_eagle3 import PlannedEagle3Drafter
 from blockpilot.engine import assemble
 from blockpilot.engine.llm import LLM
-from blockpilot.engine.planned_runner import PlannedRunner
 from blockpilot.models.eagle3 import Eagle3
 from blockpilot.pilots.base import Pilot
 from blockpilot.pilots.cost_model import StepCosts

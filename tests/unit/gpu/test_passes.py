@@ -1,51 +1,31 @@
-"""Passes of fixed shape give what unplanned passes give. Here with the kernels' reference implementation, on a CPU."""
+"""Passes of fixed shape give what unrecorded passes give. Here with the kernels' reference implementation, on a CPU."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from blockpilot.core.candidates import CandidateStack
 from blockpilot.core.errors import InputError
 from blockpilot.core.sampling_params import SamplingParams
-from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
 from blockpilot.decoding.sampling import choose_tokens
-from blockpilot.engine import assemble
 from blockpilot.engine.llm import LLM
-from blockpilot.engine.planned_runner import PlannedRunner
-from blockpilot.models import gpu
-from blockpilot.pilots import step
-from blockpilot.pilots.base import Pilot
-from blockpilot.pilots.cost_model import StepCosts
-from blockpilot.pilots.fixed import TreePilot
-from blockpilot.pilots.growth import Forest, grow_stacked
-from blockpilot.pilots.step import StepPilot
-from blockpilot.pilots.switch import load_compiled
+from blockpilot.gpu import device as gpu
+from blockpilot.gpu.dflash import GpuDFlashDrafter
+from blockpilot.gpu.target import GpuTargetRunner
 from tests.tiny import RandomTreePilot, make_dflash, make_eagle3, make_llm
+from tests.unit.gpu.late_device import make_gpu_llm
 
 PROMPTS = ["abcabcab", "the quick brown fox", "z", "hello hello hello"]
 PILOTS = ["ar", "fixed:4", "tree:15", "tree:70"]
 
 
-def make_planned(monkeypatch: pytest.MonkeyPatch, name: str, **options: object) -> LLM:
-    monkeypatch.setattr(assemble, "can_fuse", lambda *given: True)
-    llm = make_llm(name, **options)
-    monkeypatch.undo()
-    return llm
-
-
 @pytest.mark.parametrize("is_second", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
-def test_planned_passes_decode_as_unplanned_ones_do(
-    monkeypatch: pytest.MonkeyPatch, name: str, is_second: bool
-) -> None:
+def test_recorded_passes_decode_as_unrecorded_ones_do(name: str, is_second: bool) -> None:
     plain = make_llm(name, drafter=make_dflash(name, is_second=is_second))
-    planned = make_planned(monkeypatch, name, drafter=make_dflash(name, is_second=is_second))
-    assert isinstance(planned.engine.runner, PlannedRunner) and isinstance(planned.drafter, PlannedDFlashDrafter)
-    planned.engine.joint = None  # the host decides: `test_joint_step.py` is about the other way
+    planned = make_gpu_llm(name, with_device_steps=False, drafter=make_dflash(name, is_second=is_second))
+    assert isinstance(planned.engine.runner, GpuTargetRunner) and isinstance(planned.drafter, GpuDFlashDrafter)
     params = SamplingParams(max_new_tokens=30)
     for pilot in PILOTS:
         expected = plain.generate(PROMPTS, params, pilot=pilot, is_raw=True)
@@ -55,9 +35,9 @@ def test_planned_passes_decode_as_unplanned_ones_do(
             assert [step.emitted for step in ours.steps] == [step.emitted for step in theirs.steps]
 
 
-def test_sampling_and_mixed_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_and_mixed_requests() -> None:
     plain = make_llm("qwen3", drafter=make_dflash("qwen3", is_second=True))
-    planned = make_planned(monkeypatch, "qwen3", drafter=make_dflash("qwen3", is_second=True))
+    planned = make_gpu_llm("qwen3", drafter=make_dflash("qwen3", is_second=True))
     params = [
         SamplingParams(max_new_tokens=20 + 3 * i, temperature=0.7 * (i % 2), seed=i, top_k=20 * (i == 3))
         for i in range(4)
@@ -71,51 +51,13 @@ def test_sampling_and_mixed_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answers(planned) == answers(plain)
 
 
-@pytest.mark.parametrize("is_second", [False, True])
-def test_pilots_that_decide_at_once_decode_as_one_by_one(monkeypatch: pytest.MonkeyPatch, is_second: bool) -> None:
-    """Requests of different pilots, temperatures and lengths: the same drafts, checks and texts."""
-    costs = replace(StepCosts.linear(draft=0.05, slope=0.01), padding=PlannedRunner.padding)
-    drafter = make_dflash("qwen3", is_second=is_second)
-    pilots = ["step", "tree:15", "step", "chain-step", "fixed:4", "step", "tree:15", "ar"]
-    params = [
-        SamplingParams(max_new_tokens=8 + 5 * index, temperature=0.7 * (index % 3 == 0), seed=index)
-        for index in range(len(pilots))
-    ]
-    answers, sizes = [], []
-
-    def count_grown(stack: CandidateStack, requests: list[tuple[int, int, int]], *rest: Any, **options: Any) -> Forest:
-        sizes.append(len(requests))
-        return grow_stacked(stack, requests, *rest, **options)
-
-    for is_at_once in (True, False):
-        llm = make_planned(monkeypatch, "qwen3", drafter=drafter, costs=costs, num_slots=6)
-        with monkeypatch.context() as patch:
-            patch.setattr(step, "grow_stacked", count_grown)
-            if not is_at_once:
-                assert max(sizes) > 1 or load_compiled() is None
-                sizes.clear()
-                patch.setattr(StepPilot, "select_trees", Pilot.select_trees)
-                patch.setattr(StepPilot, "choose_sizes", Pilot.choose_sizes)
-                patch.setattr(TreePilot, "select_trees", Pilot.select_trees)
-            found = llm.generate(PROMPTS * 2, params, pilot=pilots, is_raw=True)
-        answers.append(
-            [
-                (answer.text, [(one.block_size, one.verify_size, one.emitted) for one in answer.steps])
-                for answer in found
-            ]
-        )
-    assert answers[0] == answers[1] and not sizes
-
-
 @pytest.mark.parametrize("lengths", [(1, 2), (5, 2), (128, 2), (129, 2), (2, 210), (144, 160), (3, 200, 140, 7, 129)])
 @pytest.mark.parametrize("make_drafter", [make_dflash, make_eagle3])
-def test_prompts_run_in_pieces(
-    monkeypatch: pytest.MonkeyPatch, make_drafter: Callable[[str], Any], lengths: tuple[int, ...]
-) -> None:
+def test_prompts_run_in_pieces(make_drafter: Callable[[str], Any], lengths: tuple[int, ...]) -> None:
     """Logits, hidden states and first tokens of prompts, the first behind old rows; what the drafter has stored."""
     params = [SamplingParams(), SamplingParams(temperature=0.9, seed=7), *[SamplingParams()] * 3][: len(lengths)]
     results, caches = [], []
-    for make in (make_llm, partial(make_planned, monkeypatch)):
+    for make in (make_llm, make_gpu_llm):
         engine = make("qwen3", drafter=make_drafter("qwen3"), num_slots=5).engine
         runner, drafter = engine.runner, engine.drafter
         slots = [runner.cache.reserve() for _ in lengths]
@@ -136,10 +78,10 @@ def test_prompts_run_in_pieces(
     ]
 
 
-def test_a_check_of_too_many_rows_runs_unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = make_planned(monkeypatch, "llama", drafter=make_dflash())
+def test_a_check_of_too_many_rows_runs_unrecorded() -> None:
+    planned = make_gpu_llm("llama", drafter=make_dflash())
     runner = planned.engine.runner
-    assert isinstance(runner, PlannedRunner)
+    assert isinstance(runner, GpuTargetRunner)
     runner.max_rows = 8
     expected = make_llm("llama").generate("abcabc", SamplingParams(max_new_tokens=12), is_raw=True)
     found = planned.generate("abcabc", SamplingParams(max_new_tokens=12), pilot="tree:15", is_raw=True)
@@ -147,8 +89,8 @@ def test_a_check_of_too_many_rows_runs_unplanned(monkeypatch: pytest.MonkeyPatch
     assert not runner._passes or max(count for _, count, _, _ in runner._passes) <= 8
 
 
-def test_spare_slots_are_never_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = make_planned(monkeypatch, "llama", drafter=make_dflash()).engine.runner.cache
+def test_spare_slots_are_never_handed_out() -> None:
+    cache = make_gpu_llm("llama", drafter=make_dflash()).engine.runner.cache
     taken = [cache.reserve() for _ in range(cache.num_free)]
     assert cache.rows.shape[2] - 1 not in taken
 
@@ -181,14 +123,12 @@ def test_head_sizes_that_are_not_fused(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert "choose bfloat16" in caplog.text
 
 
-def test_prepared_passes_are_those_that_decoding_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = make_planned(monkeypatch, "llama", drafter=make_dflash())
+def test_prepared_passes_are_those_that_decoding_uses() -> None:
+    planned = make_gpu_llm("llama", drafter=make_dflash())
     runner, drafter = planned.engine.runner, planned.drafter
-    assert isinstance(runner, PlannedRunner) and isinstance(drafter, PlannedDFlashDrafter)
+    assert isinstance(runner, GpuTargetRunner) and isinstance(drafter, GpuDFlashDrafter)
     told: list[int] = []
-    planned.device_type = "cuda"  # where recording takes long enough to be told of
     planned.prepare(4, told.append)
-    planned.device_type = "cpu"
     assert told == [1, 2, 4]
     recorded = set(runner._passes), set(drafter._drafts), set(drafter._views), set(runner._moves)
     params = [SamplingParams(max_new_tokens=6 + 8 * index) for index in range(4)]  # the batch shrinks to one
@@ -197,12 +137,12 @@ def test_prepared_passes_are_those_that_decoding_uses(monkeypatch: pytest.Monkey
     assert (set(runner._passes), set(drafter._drafts), set(drafter._views), set(runner._moves)) == recorded
 
 
-def test_taps_that_come_once_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = make_planned(monkeypatch, "llama", drafter=make_dflash())
+def test_taps_that_come_once_are_not_recorded() -> None:
+    planned = make_gpu_llm("llama", drafter=make_dflash())
     runner, drafter = planned.engine.runner, planned.drafter
-    assert isinstance(runner, PlannedRunner) and isinstance(drafter, PlannedDFlashDrafter)
+    assert isinstance(runner, GpuTargetRunner) and isinstance(drafter, GpuDFlashDrafter)
     planned.prepare()
     recorded = set(drafter._views)
-    runner.max_rows = 1  # every check runs unplanned, with taps of its own
+    runner.max_rows = 1  # every check runs unrecorded, with taps of its own
     planned.generate("abcabcab", SamplingParams(max_new_tokens=12), pilot="fixed:4", is_raw=True)
     assert set(drafter._views) == recorded

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-
 from blockpilot.cache.pass_plan import CONTEXTS, PassPlan, context_classes
+
 from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree

@@ -1,9 +1,9 @@
 """Weights of routed experts, stacked for the kernels."""
 
 import torch
+from blockpilot.models.fused import stack_experts
 
 from blockpilot.models.config import MoeConfig
-from blockpilot.models.fused import stack_experts
 from blockpilot.models.layers import MoE
 
 

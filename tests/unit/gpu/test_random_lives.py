@@ -11,28 +11,26 @@ import pytest
 from blockpilot import load_pilot
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
-from blockpilot.engine.engine import Update
-from blockpilot.engine.joint_step import JointStep
 from blockpilot.engine.llm import LLM
-from blockpilot.engine.plain_step import PlainStep
-from blockpilot.engine.planned_runner import PlannedRunner
+from blockpilot.engine.outbox import Update
 from blockpilot.engine.sequence import Sequence
-from blockpilot.models.gpu import Stopwatch
+from blockpilot.gpu.device import Stopwatch
+from blockpilot.gpu.step import DeviceExecutor
+from blockpilot.gpu.target import GpuTargetRunner
 from blockpilot.pilots.base import Pilot
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.step import StepPilot
 from tests.tiny import make_llm
-from tests.unit.engine.late_device import LateDevice
-from tests.unit.engine.test_joint_step import PADDED, build
-from tests.unit.engine.test_planned import PROMPTS
+from tests.unit.gpu.late_device import LateDevice
+from tests.unit.gpu.test_passes import PROMPTS
+from tests.unit.gpu.test_step import CHEAP, build
 
 CONTEXT = 100
-DEAR = replace(StepCosts.linear(draft=0.5, slope=0.4), padding=PlannedRunner.padding)
+DEAR = StepCosts.linear(draft=0.5, slope=0.4)
 CROWDS = (["ar"], ["fixed:4"], ["tree:15"], ["tree:40"], ["cheap"], ["dear"], ["fixed:8", "tree:15"], ["cheap", "ar"])
-FRAGILE = [(JointStep, name) for name in ("start", "follow", "land")]
-FRAGILE += [(PlainStep, name) for name in ("start", "follow", "land")]  # type: ignore[misc]
-FRAGILE += [(Stopwatch, "mark"), (Stopwatch, "wait"), (Sequence, "take"), (PlannedRunner, "_check")]  # type: ignore[list-item]
+FRAGILE = [(DeviceExecutor, name) for name in ("begin", "follow", "land")]
+FRAGILE += [(Stopwatch, "mark"), (Stopwatch, "wait"), (Sequence, "take"), (GpuTargetRunner, "_check")]  # type: ignore[list-item]
 
 
 class LostError(Exception):
@@ -57,9 +55,9 @@ class Life:
         for owner, name in FRAGILE:
             monkeypatch.setattr(owner, name, self._around(getattr(owner, name)))
         self.num_slots = self.random.choice([1, 2, 4, 8])
-        self.llm = build(num_slots=self.num_slots, context_length=CONTEXT, costs=PADDED)
+        self.llm = build(num_slots=self.num_slots, context_length=CONTEXT, costs=CHEAP)
         self.engine = self.llm.engine
-        own = {"cheap": StepPilot(Calibration.identity(), PADDED), "dear": StepPilot(Calibration.identity(), DEAR)}
+        own = {"cheap": StepPilot(Calibration.identity(), CHEAP), "dear": StepPilot(Calibration.identity(), DEAR)}
         self.pilots: list[Pilot] = [own.get(name) or load_pilot(name) for name in self.random.choice(CROWDS)]
         self.open: dict[int, tuple[Completion, list[str]]] = {}  # what each request shall answer, and what it has told
         self.num_told = 0
@@ -105,7 +103,7 @@ class Life:
         try:
             self.read(self.engine.step())
         except LostError:
-            self.read(self.engine.take_news())
+            self.read(self.engine.take_updates())
             self.open = {one: self.open[one] for one in self.open if self.engine.scheduler.find(one) is not None}
         self.is_armed = False
 

@@ -98,9 +98,3 @@ class Eagle3(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, draft vocab] of outputs [N, H]; column j stands for the target's token `draft_token_ids[j]`."""
         return self.lm_head(self.norm(hidden))
-
-    def draft_rows(self) -> Tensor:
-        """For every id of the target [V], the row of the drafter's head, or -1 where it has none: training labels."""
-        rows = torch.full((self.config.layers.vocab_size,), -1, device=self.draft_token_ids.device)
-        rows[self.draft_token_ids] = torch.arange(self.config.draft_vocab_size, device=rows.device)
-        return rows

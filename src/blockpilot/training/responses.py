@@ -6,10 +6,10 @@ that is interrupted goes on behind the last one.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,29 @@ from blockpilot.core.files import atomic_path, write_text
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
-KEYS = ("token_ids", "lengths", "prompt_lengths")
+_KEYS = ("token_ids", "lengths", "prompt_lengths")
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a folder of texts or traces; None where there is none."""
+    return files.read_manifest(folder / MANIFEST, SCHEMA_VERSION, "move the folder away and start anew")
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2) + "\n"
+    write_text(folder / MANIFEST, text)
+
+
+def require_same_run(
+    folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any], *, free: Collection[str]
+) -> None:
+    """Continue only a run of the same making; names what differs. `free` keys may."""
+    for key, value in wanted.items():
+        if found.get(key) != value and key not in free:
+            raise InputError(
+                f"{folder} belongs to another run: {key} is {found.get(key)!r} there and {value!r} here; "
+                "choose another --out"
+            )
 
 
 @dataclass(frozen=True)
@@ -38,13 +60,6 @@ class ResponseFolder:
     @property
     def shards(self) -> list[Path]:
         return sorted(self.folder.glob("shard-*.safetensors"))
-
-    def read_manifest(self) -> dict[str, Any] | None:
-        return files.read_manifest(self.folder / MANIFEST, SCHEMA_VERSION, "move the folder away and start anew")
-
-    def write_manifest(self, content: dict[str, Any]) -> None:
-        text = json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2) + "\n"
-        write_text(self.folder / MANIFEST, text)
 
     def shard_path(self, index: int) -> Path:
         return self.folder / f"shard-{index:05d}.safetensors"
@@ -68,7 +83,7 @@ class ResponseFolder:
                 f"{self.folder} holds no training text: run `blockpilot synthesize --out {self.folder}` first"
             )
         parts = [_read_shard(path) for path in self.shards]
-        return ResponseSet(*(torch.cat([part[key] for part in parts]) for key in KEYS))
+        return ResponseSet(*(torch.cat([part[key] for part in parts]) for key in _KEYS))
 
 
 def _read_shard(path: Path) -> dict[str, Tensor]:
@@ -77,7 +92,7 @@ def _read_shard(path: Path) -> dict[str, Tensor]:
 
     try:
         tensors = load_file(str(path))
-        token_ids, lengths, prompt_lengths = (tensors[key] for key in KEYS)
+        token_ids, lengths, prompt_lengths = (tensors[key] for key in _KEYS)
         is_sound = int(lengths.sum()) == len(token_ids) and bool((prompt_lengths <= lengths).all())
     except (SafetensorError, KeyError, ValueError) as error:
         raise InputError(f"{path} is damaged: delete it and run `blockpilot synthesize` again") from error
@@ -88,8 +103,19 @@ def _read_shard(path: Path) -> dict[str, Tensor]:
     return {"token_ids": token_ids.int(), "lengths": lengths.long(), "prompt_lengths": prompt_lengths.long()}
 
 
+class TextBatch(NamedTuple):
+    """Some texts as a padded grid."""
+
+    ids: Tensor  # [B, width], zeros behind the end
+    lengths: Tensor  # [B], cut at the width
+    prompt_lengths: Tensor  # [B], cut at the width
+
+    def to(self, device: torch.device) -> "TextBatch":
+        return TextBatch(*(x.to(device) for x in self))
+
+
 class ResponseSet:
-    """All texts in memory; batches are padded grids."""
+    """All texts in memory."""
 
     def __init__(self, token_ids: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> None:
         self.token_ids, self.lengths, self.prompt_lengths = token_ids, lengths, prompt_lengths
@@ -128,10 +154,9 @@ class ResponseSet:
         place = int(self.starts[index])
         return self.token_ids[place + start : place + end].tolist()
 
-    def batch(self, indices: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids [B, width] padded with 0, and each row's length and prompt length, both cut at `width`."""
+    def batch(self, indices: Tensor, width: int) -> TextBatch:
         offsets = torch.arange(width)
         lengths = self.lengths[indices].clamp(max=width)
         places = (self.starts[indices][:, None] + offsets).clamp(max=len(self.token_ids) - 1)
         ids = self.token_ids[places].long().masked_fill(offsets >= lengths[:, None], 0)
-        return ids, lengths, self.prompt_lengths[indices].clamp(max=width)
+        return TextBatch(ids, lengths, self.prompt_lengths[indices].clamp(max=width))

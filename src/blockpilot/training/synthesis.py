@@ -23,8 +23,8 @@ from blockpilot.text.overlap import without_overlap
 from blockpilot.text.prompts import read_prompts
 from blockpilot.text.tokenizer import Tokenizer
 from blockpilot.training.bulk_generation import BulkGenerator, Row
-from blockpilot.training.responses import Response, ResponseFolder
-from blockpilot.training.stopping import is_out_of_memory
+from blockpilot.training.checkpoints import is_out_of_memory
+from blockpilot.training.responses import Response, ResponseFolder, read_manifest, require_same_run, write_manifest
 
 PROMPTS_FILE = "prompts.json"
 REPORT_EVERY = 512
@@ -54,7 +54,7 @@ def synthesize(config: SynthesisConfig, target: LoadedTarget, out: Path, report:
     if not target.tokenizer.has_chat_template:
         raise InputError(f"{target.name} has no chat template, so nobody could ask the drafter's target a question")
     folder = ResponseFolder(out)
-    _check_manifest(folder, config)
+    _check_manifest(out, config)
     try:
         _write_all(config, target, folder, report)
     except Exception as error:
@@ -79,7 +79,7 @@ def _write_all(config: SynthesisConfig, target: LoadedTarget, folder: ResponseFo
         folder.write_shard(index, _answer(config, target, rows, index, report))
     everything = folder.read()
     counts = {"num_texts": len(everything), "num_answer_tokens": everything.num_answer_tokens, "num_shards": num_shards}
-    folder.write_manifest({"config": _config_dict(config), "is_complete": True, **counts})
+    write_manifest(folder.folder, {"config": _config_dict(config), "is_complete": True, **counts})
 
 
 def chat_prefix(tokenizer: Tokenizer) -> list[int]:
@@ -172,16 +172,10 @@ def _config_dict(config: SynthesisConfig) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(config)))
 
 
-def _check_manifest(folder: ResponseFolder, config: SynthesisConfig) -> None:
+def _check_manifest(folder: Path, config: SynthesisConfig) -> None:
     """Continue only a run of the same configuration; `num_rows` may change, because memory may not allow it."""
-    manifest = folder.read_manifest()
+    manifest = read_manifest(folder)
     if manifest is None:
-        folder.write_manifest({"config": _config_dict(config), "is_complete": False})
-        return
-    found = manifest.get("config") or {}
-    for key, value in _config_dict(config).items():
-        if found.get(key) != value and key != "num_rows":
-            raise InputError(
-                f"{folder.folder} belongs to another run: {key} is {found.get(key)!r} there and {value!r} here; "
-                "choose another --out"
-            )
+        write_manifest(folder, {"config": _config_dict(config), "is_complete": False})
+    else:
+        require_same_run(folder, manifest.get("config") or {}, _config_dict(config), free=("num_rows",))

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from blockpilot.core.errors import InputError
-from blockpilot.training.responses import MANIFEST, Response, ResponseFolder, ResponseSet
+from blockpilot.training.responses import MANIFEST, Response, ResponseFolder, ResponseSet, read_manifest, write_manifest
 
 TEXTS = [Response([5, 6, 7, 8], 2), Response([9], 1), Response([1, 2, 3, 4, 5, 6], 3)]
 
@@ -64,13 +64,12 @@ def test_missing_data_is_named_and_nothing_is_created(tmp_path: Path) -> None:
 def test_a_damaged_manifest_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / MANIFEST).write_text(content)
     with pytest.raises(InputError, match=MANIFEST):
-        ResponseFolder(tmp_path).read_manifest()
+        read_manifest(tmp_path)
 
 
 def test_a_manifest_carries_its_version(tmp_path: Path) -> None:
-    folder = ResponseFolder(tmp_path)
-    assert folder.read_manifest() is None
-    folder.write_manifest({"config": {"seed": 1}})
+    assert read_manifest(tmp_path) is None
+    write_manifest(tmp_path, {"config": {"seed": 1}})
     assert json.loads((tmp_path / MANIFEST).read_text())["schema_version"] == 1
 
 

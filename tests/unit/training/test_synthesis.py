@@ -57,7 +57,7 @@ def test_texts_are_chats_with_answers_free_of_loops(finished: Path) -> None:
         assert prompt[-3:] == end
         assert find_loop(answer) == len(answer) >= CONFIG.min_answer_length
         assert len(prompt) + len(answer) <= CONFIG.max_length
-    manifest = synthesis.ResponseFolder(finished).read_manifest()
+    manifest = synthesis.read_manifest(finished)
     assert manifest["is_complete"] and manifest["num_texts"] == len(texts)
     assert manifest["num_answer_tokens"] == sum(len(answer) for _, answer in texts)
 

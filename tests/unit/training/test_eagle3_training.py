@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from blockpilot import SamplingParams
-from blockpilot.training.dflash_objective import read_taps
-from blockpilot.training.eagle3_objective import STEP_DECAY, eagle3_loss, own_embedding, unroll
-from blockpilot.training.eagle3_training import evaluate_eagle3
+from blockpilot.training.eagle3_training import STEP_DECAY, eagle3_loss
+from blockpilot.training.evaluation import evaluate_drafter
 from blockpilot.training.responses import Response, ResponseSet
+from blockpilot.training.text_passes import head_rows, own_embedding, read_taps, unroll
 from tests.support import causal_attend
-from tests.tiny import make_decoder, make_eagle3, make_llm
+from tests.tiny import VOCAB_SIZE, make_decoder, make_eagle3, make_llm
 from tests.unit.training.pieces import counting_texts
 
 PROMPTS = ["the quick brown fox", "abcabc", "Z", "speculation 0123"]
@@ -35,7 +35,7 @@ def test_unrolling_equals_recomputation() -> None:
     ids = counting_texts(3).batch(torch.arange(3), 14)[0]
     _, taps = read_taps(decoder, ids, model.config.tap_layers)
     with torch.no_grad():
-        steps = unroll(model, taps, ids, embed=decoder.embed_tokens, num_steps=NUM_STEPS)
+        steps = unroll(model, decoder.embed_tokens, taps, ids, num_steps=NUM_STEPS)
     for row in range(3):
         for start in range(14 - 1 - NUM_STEPS):
             found = torch.stack([steps[step][row, start + step] for step in range(NUM_STEPS)])
@@ -45,15 +45,14 @@ def test_unrolling_equals_recomputation() -> None:
 def test_loss_counts_answers_only() -> None:
     model, decoder = make_eagle3(draft_vocab_size=61).eval(), make_decoder().eval()
     texts = ResponseSet.from_responses([Response(list(range(1, 13)), 5), Response(list(range(20, 27)), 6)])
-    ids, lengths, prompts = texts.batch(torch.arange(2), 12)
+    batch = texts.batch(torch.arange(2), 12)
+    ids = batch.ids
     _, taps = read_taps(decoder, ids, model.config.tap_layers)
-    labels = model.draft_rows()[ids]
-    terms = eagle3_loss(
-        model, taps, ids, lengths, prompts, embed=decoder.embed_tokens, labels=labels, num_steps=2
-    )  # fmt: skip
+    labels = head_rows(model.draft_token_ids, 61)[ids]
+    terms = eagle3_loss(model, decoder.embed_tokens, taps, batch, labels=labels, num_steps=2)
     # step 0 of the first text: anchors 5 .. 10 predict 6 .. 11; step 1 one chain less; the second text has no room
     assert terms.weights.tolist() == [6.0, 5.0]
-    logits = unroll(model, taps, ids, embed=decoder.embed_tokens, num_steps=2)
+    logits = unroll(model, decoder.embed_tokens, taps, ids, num_steps=2)
     for step in range(2):
         picked = torch.log_softmax(logits[step][0, 4 + step : 10], -1).gather(1, labels[0, 6 + step :, None])
         expected = -picked.sum() * STEP_DECAY**step / (1 + STEP_DECAY)
@@ -69,7 +68,7 @@ def test_evaluation_walks_like_decoding(has_embedding: bool) -> None:
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
     texts = [Response(ids + c.token_ids, len(ids)) for ids, c in zip(prompts, completions, strict=True)]
     model, decoder = make_eagle3(has_embedding=has_embedding).eval(), make_decoder().eval()
-    report = evaluate_eagle3(model, decoder, ResponseSet.from_responses(texts), block_size=5, width=128, batch_size=3)
+    report = evaluate_drafter(model, decoder, ResponseSet.from_responses(texts), block_size=5, width=128, batch_size=3)
     steps = [[step.emitted for step in completion.steps] for completion in completions]
     assert report.tau_mean == pytest.approx(sum(sum(s) / len(s) for s in steps) / len(steps))
     assert report.tau_pooled == pytest.approx(sum(map(sum, steps)) / sum(map(len, steps)))
@@ -79,5 +78,12 @@ def test_evaluation_walks_like_decoding(has_embedding: bool) -> None:
 
 def test_texts_too_short_for_a_chain_give_numbers() -> None:
     texts = ResponseSet.from_responses([Response([1, 2, 3, 4], 3), Response([5, 6], 2)])
-    report = evaluate_eagle3(make_eagle3().eval(), make_decoder().eval(), texts, block_size=6, width=16)
+    report = evaluate_drafter(make_eagle3().eval(), make_decoder().eval(), texts, block_size=6, width=16)
     assert report.accuracy == [0.0] * 5
+
+
+def test_labels_are_rows_of_the_small_head() -> None:
+    model = make_eagle3(draft_vocab_size=7)
+    rows = head_rows(model.draft_token_ids, model.config.layers.vocab_size)
+    assert rows.shape == (VOCAB_SIZE,) and int((rows >= 0).sum()) == 7
+    assert rows[model.draft_token_ids].tolist() == list(range(7))

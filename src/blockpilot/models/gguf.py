@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
 from blockpilot.models.block_codes import BlockCodes, decode_blocks
-from blockpilot.models.config import DecoderConfig, MoeConfig
+from blockpilot.models.config import DecoderConfig, MoeConfig, RopeConfig
 from blockpilot.models.decoder import Decoder
-from blockpilot.models.gguf_rope import rope_from_gguf
+from blockpilot.models.layers import rope_frequencies
 from blockpilot.models.weights import build_decoder, decoder_names
 from blockpilot.text.tokenizer import Tokenizer
 
@@ -182,7 +182,7 @@ def _parse_config(
     except KeyError as error:
         raise InputError(f"{where}: field {name}.{error.args[0]} is missing") from error
     _refuse_unsupported(settings, name=name, head_dim=shapes["head_dim"], where=where)
-    rope = rope_from_gguf(settings, head_dim=shapes["head_dim"], factors=tensors.rope_factors, where=where)
+    rope = _parse_rope(settings, head_dim=shapes["head_dim"], factors=tensors.rope_factors, where=where)
     return DecoderConfig(
         architecture=ARCHITECTURES[name],
         vocab_size=len(fields["tokenizer.ggml.tokens"]),
@@ -227,3 +227,37 @@ def _refuse_unsupported(settings: Mapping[str, Any], *, name: str, head_dim: int
         raise InputError(f"{where}: sliding-window attention is not supported")
     if name != "qwen3moe" and settings.get("expert_count"):
         raise InputError(f"{where}: experts are supported for qwen3moe only, not for {name}")
+
+
+def _parse_rope(settings: Mapping[str, Any], *, head_dim: int, factors: Tensor | None, where: str) -> RopeConfig:
+    """`settings` are the fields below the architecture's name, `factors` the tensor rope_freqs.weight."""
+    theta = float(settings.get("rope.freq_base", 10000.0))
+    kind = settings.get("rope.scaling.type", "none")
+    if kind not in ("none", "linear"):
+        raise InputError(f"{where}: rope scaling {kind!r} is not supported; known: none, linear, llama3")
+    if factors is not None:
+        if kind == "linear":
+            raise InputError(f"{where}: linear rope scaling together with rope_freqs.weight is not supported")
+        return _recover_llama3(theta, head_dim=head_dim, factors=factors, where=where)
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind="linear", factor=float(settings.get("rope.scaling.factor", 1.0)))
+    return RopeConfig(theta=theta)
+
+
+def _recover_llama3(theta: float, *, head_dim: int, factors: Tensor, where: str) -> RopeConfig:
+    """The numbers behind Llama 3's scaling, which a config.json must hold.
+
+    llama.cpp evaluates the formula once and stores one divisor per frequency. The largest divisor is the factor, the
+    other three numbers are the same in every Llama 3 release. If the formula then gives the stored divisors, it is
+    right; otherwise the file uses a scaling we do not know, and is refused.
+    """
+    plain = RopeConfig(theta=theta)
+    if factors.numel() != head_dim // 2:
+        raise InputError(f"{where}: rope_freqs.weight has {factors.numel()} values, expected {head_dim // 2}")
+    if bool((factors == 1).all()):
+        return plain
+    scaled = RopeConfig(theta=theta, kind="llama3", factor=round(float(factors.max()), 4))
+    expected = rope_frequencies(plain, head_dim) / rope_frequencies(scaled, head_dim)
+    if not torch.allclose(factors, expected, rtol=1e-3):
+        raise InputError(f"{where}: rope_freqs.weight follows no known scaling; use the Hugging Face folder instead")
+    return scaled

@@ -14,8 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.dflash_drafter import DFlashDrafter, Ranking
-from blockpilot.replay.anchor_attention import AnchorAttention
-from blockpilot.replay.anchor_blocks import AnchorBlocks, BlockPass
+from blockpilot.replay.anchor_blocks import AnchorAttention, AnchorBlocks, BlockPass
 from blockpilot.replay.finished_text import Reading, pad_ids
 from blockpilot.replay.traces import ABSENT
 
@@ -52,7 +51,7 @@ class AnchorDrafts:
         rankings, entropies = [], []
         for ranking, logits in self._rankings(size, num_candidates):
             rankings.append(ranking)
-            entropies.append(entropy(logits, self.params))
+            entropies.append(_entropy(logits, self.params))
         joined = _join(rankings)
         return self._emitted(joined), {"entropy": torch.cat(entropies), **self._columns(joined, num_candidates)}
 
@@ -133,7 +132,7 @@ class AnchorDrafts:
         return self.ids[self.blocks.texts[:, None], places].masked_fill(depths > self.blocks.remaining[:, None], -1)
 
     def _emitted(self, ranking: Ranking) -> Tensor:
-        chain = chain_tokens(ranking)
+        chain = _chain_tokens(ranking)
         accepted = (chain == self._labels(chain.shape[1])).cumprod(dim=-1).sum(dim=-1)
         return torch.minimum(accepted + 1, self.blocks.remaining).to(torch.uint8)
 
@@ -156,7 +155,7 @@ def _join(rankings: Iterable[Ranking]) -> Ranking:
     return Ranking(ids, log_probs, *pairs)
 
 
-def chain_tokens(ranking: Ranking) -> Tensor:
+def _chain_tokens(ranking: Ranking) -> Tensor:
     """The chain that would be checked [N, D]: at every depth the likeliest child of the one chosen before."""
     if ranking.first is None or ranking.pairwise is None:
         return ranking.token_ids[..., 0]
@@ -167,7 +166,7 @@ def chain_tokens(ranking: Ranking) -> Tensor:
     return ranking.token_ids.gather(-1, torch.stack(ranks, dim=1)[..., None])[..., 0]
 
 
-def entropy(logits: Tensor, params: SamplingParams) -> Tensor:
+def _entropy(logits: Tensor, params: SamplingParams) -> Tensor:
     """Entropy [...] of logits [..., V] at the request's temperature (1 where it is greedy)."""
     scores = logits.float() if params.is_greedy else logits.float() / params.temperature
     log_mass = scores.logsumexp(dim=-1)

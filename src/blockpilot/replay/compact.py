@@ -5,6 +5,7 @@ the first token's distribution the likeliest tokens up to a mass are kept, in th
 bfloat16: both make them compress well.
 """
 
+import lzma
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,16 +18,9 @@ from numpy.typing import NDArray
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import atomic_path
 from blockpilot.models.shipped import ASSETS
-from blockpilot.replay.trace_files import (
-    MANIFEST,
-    TraceSet,
-    compress,
-    pack_shard,
-    require_alike,
-    shard_path,
-    write_manifest,
-)
+from blockpilot.replay.trace_files import TraceSet, pack_shard, require_alike, shard_path
 from blockpilot.replay.traces import PrefillColumns, Trace
+from blockpilot.training.responses import MANIFEST, write_manifest
 
 PRECISION = "float16"
 SAME = (
@@ -91,11 +85,11 @@ def write_compact(
     require_alike(sets, SAME)
     if not is_partial and (unfinished := [found.folder for found in sets if not found.is_complete]):
         raise InputError(f"{unfinished[0]} is not complete: let `blockpilot collect` finish it first")
-    traces = [compact(trace, kept) for found in sets for trace in found]
+    traces = [replace(trace, drafts={}, prefill=_cut(trace.prefill, kept)) for found in sets for trace in found]
     tasks = Counter(trace.task for trace in traces)
     if unknown := sorted(set(tasks) - set(licences)):
         raise InputError(f"the licence of the prompts of {unknown[0]!r} is not known to allow shipping: leave them out")
-    data = compress(pack_shard(traces, PRECISION))
+    data = lzma.compress(pack_shard(traces, PRECISION), preset=9 | lzma.PRESET_EXTREME)
     if len(data) > max_bytes:
         raise InputError(f"{len(data):,} bytes are more than {max_bytes:,}: keep less mass, or fewer requests")
     if (out / MANIFEST).exists():
@@ -104,10 +98,6 @@ def write_compact(
         temporary.write_bytes(data)
     write_manifest(out, _describe(sets, traces, kept) | {"licences": {task: licences[task] for task in sorted(tasks)}})
     return TraceSet(out)
-
-
-def compact(trace: Trace, kept: Kept) -> Trace:
-    return replace(trace, drafts={}, prefill=_cut(trace.prefill, kept))
 
 
 def _cut(prefill: PrefillColumns, kept: Kept) -> PrefillColumns:

@@ -15,7 +15,7 @@ from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.sampling import choose_tokens
 from blockpilot.models.decoder import Decoder
 from blockpilot.replay.traces import PrefillColumns
-from blockpilot.training.dense_attention import CausalAttention
+from blockpilot.training.text_passes import read_taps
 
 KEPT_MASS = 1 - 1e-4  # of the first token's distribution
 MAX_KEPT = 1024
@@ -57,10 +57,7 @@ def pad_ids(texts: Sequence[FinishedText], device: torch.device) -> Tensor:
 @torch.inference_mode()
 def read_texts(decoder: Decoder, texts: Sequence[FinishedText], *, tap_layers: tuple[int, ...]) -> list[Reading]:
     ids = pad_ids(texts, decoder.embed_tokens.weight.device)
-    positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(texts))
-    hidden, taps = decoder(ids.flatten(), positions, CausalAttention(len(texts)), tap_layers)
-    assert taps is not None
-    hidden, taps = (x.unflatten(0, ids.shape) for x in (hidden, taps))  # [S, T, ...]
+    hidden, taps = (x.unflatten(0, ids.shape) for x in read_taps(decoder, ids, tap_layers))  # [S, T, ...]
     audits = [_audit(decoder, text, ids[row], hidden[row]) for row, text in enumerate(texts)]
     disagreements = torch.stack([count for _, count in audits]).tolist()
     last = torch.stack([hidden[row, len(text.prompt_ids) - 1] for row, text in enumerate(texts)])

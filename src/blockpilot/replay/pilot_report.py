@@ -3,10 +3,11 @@
 The best fixed chain and tree are chosen on the training traces. Intervals are paired bootstrap over requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +24,15 @@ from blockpilot.replay.costs import SimulatedStep, total
 from blockpilot.replay.oracles import oracle_request, oracle_steps
 from blockpilot.replay.simulate import simulate
 from blockpilot.replay.traces import Trace
+from blockpilot.training.figure import write_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TREES = (2, 3, 4, 6, 8, 12, 15, 24, 31, 63)
 NUM_NODES = 15  # nodes per anchor whose probabilities are judged
 NUM_BINS = 15
+STYLES = ("-", "--", "-.", ":", (0, (1, 1)), (0, (5, 1)), (0, (3, 1, 1, 1)))
 LOADS = {  # what a draft and each drafted token checked cost, in plain steps
     "flat": (0.15, 0.0),
     "mild": (0.15, 0.02),
@@ -137,6 +143,30 @@ def _reliability(parts: Sequence[tuple[NDArray[np.float32], NDArray[np.bool_]]])
         [float(hits[part].mean()) for part in bins if len(part)],
         len(hits),
     )
+
+
+def draw_reliability(out: Path, reports: Mapping[str, Reliability]) -> list[Path]:
+    """Write `reliability.svg` and `.png`: how often nodes are right, against how often they were said to be."""
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.subplots()
+        axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
+        for index, (task, report) in enumerate(reports.items()):
+            is_all = task == "all"
+            axes.plot(
+                report.predicted,
+                report.observed,
+                color="black" if is_all else f"C{index}",
+                linestyle="-" if is_all else STYLES[index % len(STYLES)],
+                linewidth=2 if is_all else 1,
+                marker="o" if is_all else None,
+                markersize=3,
+                label=f"{task} (error {report.error:.3f})",
+            )
+        axes.set(xlabel="predicted probability of a node", ylabel="observed frequency", xlim=(0, 1), ylim=(0, 1))
+        axes.legend(frameon=False, fontsize=8)
+
+    return write_figure(out, "reliability", (4.4, 4.2), draw)
 
 
 def _best(pilots: Sequence[FixedPilot] | Sequence[TreePilot], traces: Sequence[Trace], costs: StepCosts) -> Pilot:

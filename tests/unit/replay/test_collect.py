@@ -14,8 +14,9 @@ from blockpilot.replay import answers, collect
 from blockpilot.replay.answers import BulkAnswers, EngineAnswers
 from blockpilot.replay.oracles import oracle_steps
 from blockpilot.replay.simulate import simulate
-from blockpilot.replay.trace_files import MANIFEST, TraceSet, shard_path, write_shard
+from blockpilot.replay.trace_files import TraceSet, shard_path, write_shard
 from blockpilot.replay.traces import ABSENT, Trace
+from blockpilot.training.responses import MANIFEST
 from tests.tiny import EOS_ID, make_dflash, make_eagle3, make_llm
 from tests.unit.replay.pieces import (
     PROMPTS,

@@ -10,11 +10,11 @@ import torch
 from blockpilot import LLM
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.pilots.fixed import FixedPilot
-from blockpilot.replay import anchor_drafts, answer_groups
+from blockpilot.replay import anchor_drafts
+from blockpilot.replay import collector as collector_module
 from blockpilot.replay.anchor_blocks import AnchorBlocks
-from blockpilot.replay.answer_groups import Answered, cut_groups
 from blockpilot.replay.answers import Answer
-from blockpilot.replay.collect import Collector
+from blockpilot.replay.collector import Answered, Collector, cut_groups
 from blockpilot.replay.config import ReplayRequest
 from blockpilot.replay.finished_text import FinishedText
 from blockpilot.replay.simulate import simulate
@@ -82,7 +82,7 @@ def assert_alike(alone: Sequence[Trace], together: Sequence[Trace]) -> None:
 
 
 def share_passes(monkeypatch: pytest.MonkeyPatch, num_texts: int = 3) -> None:
-    monkeypatch.setitem(answer_groups.TEXTS_PER_PASS, "cpu", num_texts)
+    monkeypatch.setitem(collector_module.TEXTS_PER_PASS, "cpu", num_texts)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -176,7 +176,7 @@ def test_long_texts_share_a_pass_with_fewer_others(monkeypatch: pytest.MonkeyPat
         groups = cut_groups([answered(length) for length in lengths], max_texts)
         return [[len(request.prompt_ids) + 1 for request, _ in group] for group in groups]
 
-    monkeypatch.setattr(answer_groups, "TOKENS_PER_PASS", 60)
+    monkeypatch.setattr(collector_module, "TOKENS_PER_PASS", 60)
     assert cut([5, 5, 5, 5, 5], 2) == [[5, 5], [5, 5], [5]]
     assert cut([10, 10, 30, 10, 99, 60, 2], 8) == [[10, 10], [30, 10], [99], [60], [2]]
     assert cut([20, 20, 20, 20], 8) == [[20, 20, 20], [20]] and cut([], 8) == []

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from blockpilot.training.responses import read_manifest
+    from blockpilot.training.manifests import read_manifest
     from blockpilot.training.setup import load_training_target
     from blockpilot.training.synthesis import synthesize
 

@@ -20,7 +20,7 @@ from blockpilot.replay.collector import Collector
 from blockpilot.replay.config import CollectConfig, ReplayRequest
 from blockpilot.replay.trace_files import TraceSet, shard_path, write_shard
 from blockpilot.text.prompts import Prompt
-from blockpilot.training.responses import read_manifest, require_same_run, write_manifest
+from blockpilot.training.manifests import read_manifest, require_same_run, write_manifest
 
 Report = Callable[[str, int, int], None]  # (what, done, total)
 PlacedPrompt = tuple[str, int, Prompt]  # task, place in its file, prompt

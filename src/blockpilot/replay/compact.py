@@ -20,7 +20,7 @@ from blockpilot.core.files import atomic_path
 from blockpilot.models.shipped import ASSETS
 from blockpilot.replay.trace_files import TraceSet, pack_shard, require_alike, shard_path
 from blockpilot.replay.traces import PrefillColumns, Trace
-from blockpilot.training.responses import MANIFEST, write_manifest
+from blockpilot.training.manifests import MANIFEST, write_manifest
 
 PRECISION = "float16"
 SAME = (

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import atomic_path
 from blockpilot.replay.traces import DraftColumns, PrefillColumns, Trace, TraceSetting
-from blockpilot.training.responses import read_manifest
+from blockpilot.training.manifests import read_manifest
 
 SHARD_NAMES = (".safetensors", ".safetensors.xz")  # plain, compressed
 REQUESTS = "requests"  # the one metadata key of a shard: its strings. A second key would come in random order

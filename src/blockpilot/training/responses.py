@@ -5,44 +5,18 @@ total length and prompt length, so a million texts cost three tensors. Shards ar
 that is interrupted goes on behind the last one.
 """
 
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockpilot.core import files
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import atomic_path, write_text
+from blockpilot.core.files import atomic_path
 
-SCHEMA_VERSION = 1
-MANIFEST = "manifest.json"
 _KEYS = ("token_ids", "lengths", "prompt_lengths")
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder of texts or traces; None where there is none."""
-    return files.read_manifest(folder / MANIFEST, SCHEMA_VERSION, "move the folder away and start anew")
-
-
-def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    text = json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2) + "\n"
-    write_text(folder / MANIFEST, text)
-
-
-def require_same_run(
-    folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any], *, free: Collection[str]
-) -> None:
-    """Continue only a run of the same making; names what differs. `free` keys may."""
-    for key, value in wanted.items():
-        if found.get(key) != value and key not in free:
-            raise InputError(
-                f"{folder} belongs to another run: {key} is {found.get(key)!r} there and {value!r} here; "
-                "choose another --out"
-            )
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.drafters import build_dflash, build_eagle3
 from blockpilot.training.eagle3_training import Eagle3Training
 from blockpilot.training.figure import draw_curve
+from blockpilot.training.manifests import read_manifest
 from blockpilot.training.objective import DrafterTraining
-from blockpilot.training.responses import ResponseFolder, ResponseSet, read_manifest
+from blockpilot.training.responses import ResponseFolder, ResponseSet
 from blockpilot.training.text_passes import read_taps
 from blockpilot.training.trainer import Trainer
 

@@ -24,7 +24,8 @@ from blockpilot.text.prompts import read_prompts
 from blockpilot.text.tokenizer import Tokenizer
 from blockpilot.training.bulk_generation import BulkGenerator, Row
 from blockpilot.training.checkpoints import is_out_of_memory
-from blockpilot.training.responses import Response, ResponseFolder, read_manifest, require_same_run, write_manifest
+from blockpilot.training.manifests import read_manifest, require_same_run, write_manifest
+from blockpilot.training.responses import Response, ResponseFolder
 
 PROMPTS_FILE = "prompts.json"
 REPORT_EVERY = 512

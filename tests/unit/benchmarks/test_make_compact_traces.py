@@ -6,7 +6,7 @@ import make_compact_traces
 import pytest
 
 from blockpilot.replay.trace_files import TraceSet
-from blockpilot.training.responses import write_manifest
+from blockpilot.training.manifests import write_manifest
 from tests.unit.benchmarks.pieces import make_trace, write_traces
 
 

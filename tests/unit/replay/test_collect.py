@@ -16,7 +16,7 @@ from blockpilot.replay.oracles import oracle_steps
 from blockpilot.replay.simulate import simulate
 from blockpilot.replay.trace_files import TraceSet, shard_path, write_shard
 from blockpilot.replay.traces import ABSENT, Trace
-from blockpilot.training.responses import MANIFEST
+from blockpilot.training.manifests import MANIFEST
 from tests.tiny import EOS_ID, make_dflash, make_eagle3, make_llm
 from tests.unit.replay.pieces import (
     PROMPTS,

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from blockpilot.core.errors import InputError
-from blockpilot.training.responses import MANIFEST, Response, ResponseFolder, ResponseSet, read_manifest, write_manifest
+from blockpilot.training.manifests import MANIFEST, read_manifest, write_manifest
+from blockpilot.training.responses import Response, ResponseFolder, ResponseSet
 
 TEXTS = [Response([5, 6, 7, 8], 2), Response([9], 1), Response([1, 2, 3, 4, 5, 6], 3)]
 

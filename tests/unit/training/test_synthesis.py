@@ -8,7 +8,7 @@ import pytest
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.text.loops import find_loop
 from blockpilot.training import synthesis
-from blockpilot.training.responses import MANIFEST
+from blockpilot.training.manifests import MANIFEST
 from blockpilot.training.synthesis import PROMPTS_FILE, SynthesisConfig, chat_prefix, synthesize
 from tests.unit.training.pieces import chat_target, chat_tokenizer, ignore
 

@@ -12,10 +12,7 @@ Rotary positions are those of the hidden state, one less than those of the token
 The state that is fed back is the layer's output before the final norm; `logits` norms it for the head, whose rows are
 a part of the target's vocabulary (`draft_token_ids`).
 
-Training on a text of T tokens: `embeddings` of tokens 1 .. T-1, `fuse` of the taps of 0 .. T-2 and positions 0 .. T-2
-in one causal call give outputs whose row i predicts token i + 2. Unrolled step s repeats the call with the hidden of
-row i replaced by the output of row i - 1 of step s - 1; its row i sees the first call's rows up to i - s, and of each
-later step k its own chain's row i - s + k.
+Training unrolls the loop from every position of a text at once (`training/text_passes.py`).
 """
 
 from dataclasses import dataclass

@@ -52,7 +52,6 @@ class CostSurface:
     """Milliseconds over tokens per request, batch size and context length."""
 
     def __init__(self, points: Sequence[CostPoint]) -> None:
-        self.points = points
         self.per_request, self.per_token = _context_slopes(points)
         self.curves = {
             size: _Curve(
@@ -198,18 +197,12 @@ class StepCosts:
         return FitError(float(np.mean(errors or [0.0])), float(max(errors, default=0.0)), float(np.mean(spreads)))
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "key": dict(self.key),
-            "overhead_ms": self.overhead_ms,
-            "draft": [asdict(point) for point in self.draft],
-            "verify": [asdict(point) for point in self.verify],
-            "padding": list(self.padding),
-        }
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "StepCosts":
         try:
-            if unknown := set(values) - {"key", "overhead_ms", "draft", "verify", "padding"}:
+            if unknown := set(values) - set(cls.__dataclass_fields__):
                 raise InputError(f"step costs: unknown field {sorted(unknown)[0]!r}")
             draft, verify = (tuple(CostPoint(**point) for point in values[name]) for name in ("draft", "verify"))
             padding = tuple(map(int, values.get("padding", ())))

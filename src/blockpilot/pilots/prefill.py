@@ -8,8 +8,10 @@ second with a residual, cross-entropy over the sizes B-2 .. B+2. The variants of
     objective   class: the likeliest best size; tau: predicted tau of every size, divided by what its step costs
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,8 @@ from blockpilot.pilots.fixed import FixedPilot
 INPUTS = ("distribution", "normalised", "softmax", "top-k", "hidden")
 OBJECTIVES = ("class", "tau")
 TOP_K = 64
+TRAINING_STEPS = 1500  # how long the published pilot was trained is not known
+WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,3 +130,71 @@ class PrefillPilot(Pilot):
             costs = [self.costs.step_ms(size, size, context_length=context_length) for size in sizes]
             scores = [score / cost for score, cost in zip(scores, costs, strict=True)]
         return sizes[max(range(len(sizes)), key=scores.__getitem__)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillTraining:
+    num_epochs: int | None = None  # None: as many as make `TRAINING_STEPS` steps
+    batch_size: int = 64
+    learning_rate: float = 3e-4
+    seed: int = 0
+
+
+def train_prefill(
+    config: PrefillConfig,
+    values: Tensor,
+    tau: Tensor,
+    training: PrefillTraining,
+    report: Callable[[int, int], None] | None = None,
+) -> PrefillNetwork:
+    """`values` [N, V] after prefill (or hidden states [N, H]) and measured `tau` [N, sizes] of the same requests.
+
+    The objective `class` learns which size is best; `tau` learns how much each size brings. `report` hears of every
+    epoch (done, of how many).
+    """
+    torch.manual_seed(training.seed)
+    with values.device:  # a hundred million random numbers are drawn where they are needed
+        network = PrefillNetwork(config).train()
+    features, tau = read_features(values, config.inputs), tau.float().to(values.device)
+    first = _UsedColumns(network.layers[0], features)
+    features = features[:, first.used]
+    rate = training.learning_rate
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=WEIGHT_DECAY, fused=True)
+    order = torch.Generator().manual_seed(training.seed)
+    num_epochs = training.num_epochs or -(-TRAINING_STEPS // -(-len(tau) // training.batch_size))
+    for epoch in range(num_epochs):
+        for rows in torch.randperm(len(tau), generator=order).to(values.device).split(training.batch_size):
+            optimizer.zero_grad()
+            _prefill_loss(network(features[rows]), tau[rows], config.objective).backward()
+            optimizer.step()
+            first.num_steps += 1
+        if report is not None:
+            report(epoch + 1, num_epochs)
+    first.restore(decay=rate * WEIGHT_DECAY)
+    return network.eval()
+
+
+def _prefill_loss(scores: Tensor, tau: Tensor, objective: str) -> Tensor:
+    if objective == "class":
+        return nn.functional.cross_entropy(scores, tau.argmax(dim=-1))
+    return nn.functional.mse_loss(scores, tau)
+
+
+class _UsedColumns:
+    """A first layer cut to the inputs that are not 0 in every row, for as long as it is trained.
+
+    The likeliest first tokens of all requests are a small part of a vocabulary. The other columns have no gradient, so
+    AdamW moves them by its decay alone: training without them gives the same layer in a fraction of the time.
+    """
+
+    def __init__(self, layer: nn.Module, features: Tensor) -> None:
+        self.layer = cast(nn.Linear, layer)
+        self.whole = self.layer.weight.detach()
+        self.used = features.any(dim=0).nonzero()[:, 0]
+        self.num_steps = 0
+        self.layer.weight = nn.Parameter(self.whole[:, self.used])
+
+    def restore(self, *, decay: float) -> None:
+        self.whole.mul_((1 - decay) ** self.num_steps)
+        self.whole[:, self.used] = self.layer.weight.detach()
+        self.layer.weight = nn.Parameter(self.whole)

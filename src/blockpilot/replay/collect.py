@@ -65,7 +65,7 @@ def describe_run(collector: Collector, source: Mapping[str, Any]) -> dict[str, A
         "target": llm.target_name,
         "drafter": drafter.name,
         **source,
-        "generation": collector.answers.name,
+        "generation": "engine" if collector.bulk is None else "bulk",
         "device": llm.device_type,
         "dtype": llm.config.dtype,
         "is_estimate": llm.config.dtype != "float32",  # one pass and many round differently

@@ -1,10 +1,16 @@
 """From requests to traces on one device: answer once, read the finished text once, draft at every anchor.
 
+Decoding is lossless, so plain decoding writes what every pilot would. On a GPU at temperature 0 the bulk generator of
+training writes hundreds of answers in lockstep. It draws no noise of ours, so sampled answers always pass through the
+engine.
+
 A GPU spends less time on the arithmetic of one answer than on launching it, so a group of answers shares every pass of
 the target and of the drafter. A CPU takes them one by one: there more at once only takes more memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,16 +19,25 @@ from torch import Tensor
 from blockpilot.core.errors import InputError
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.engine.llm import LLM
+from blockpilot.pilots.fixed import PlainPilot
 from blockpilot.replay.anchor_blocks import AnchorBlocks
 from blockpilot.replay.anchor_drafts import AnchorDrafts
-from blockpilot.replay.answers import Answer, answer_limit, choose_answers
 from blockpilot.replay.config import CollectConfig, ReplayRequest
 from blockpilot.replay.finished_text import FinishedText, Reading, read_texts
 from blockpilot.replay.traces import Bytes, DraftColumns, Trace, TraceSetting
 from blockpilot.replay.visited_walks import walk_sizes
+from blockpilot.training.bulk_generation import BulkGenerator, Row
 
+BULK_ROWS = 256
 TEXTS_PER_PASS = {"cpu": 1, "cuda": 8}
 TOKENS_PER_PASS = 4096  # of a group, padding included: bounds the memory of long texts; one text may have more
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: list[int]
+    finish_reason: str
+
 
 Answered = tuple[ReplayRequest, Answer]
 Drafted = tuple[Bytes, dict[int, DraftColumns]]  # emitted lengths and what was offered, of one answer
@@ -36,9 +51,16 @@ class Collector:
         self.drafter = require_dflash(llm)
         if not requests:
             raise InputError("no prompts to replay")
-        for request in requests:
-            answer_limit(llm, request, config)
-        self.answers = choose_answers(llm, requests, config)
+        most = max(len(request.prompt_ids) + self.answer_limit(request) for request in requests)
+        self.bulk: BulkGenerator | None = None
+        if llm.device_type == "cuda" and config.temperature == 0:
+            self.bulk = BulkGenerator(
+                llm.engine.runner.decoder,
+                num_rows=min(BULK_ROWS, config.shard_size, len(requests)),
+                capacity=most + 1,
+                eos_token_ids=llm.engine.eos_token_ids,
+                seed=config.seed,
+            )
         self.setting = TraceSetting(
             sizes=config.sizes,
             trained_block_size=self.drafter.block_size,
@@ -50,9 +72,33 @@ class Collector:
     def trace(self, index: int) -> Iterator[Trace]:
         """The traces of one shard, one after the other."""
         share = self.requests[index * self.config.shard_size : (index + 1) * self.config.shard_size]
-        answered = list(zip(share, self.answers.write(share), strict=True))
+        answered = list(zip(share, self.answer(share), strict=True))
         for group in cut_groups(answered, TEXTS_PER_PASS[self.drafter.device.type]):
             yield from self._trace_group(group)
+
+    def answer(self, requests: Sequence[ReplayRequest]) -> list[Answer]:
+        if self.bulk is None:
+            params = [self.config.params(request.seed) for request in requests]
+            prompts = [request.prompt_ids for request in requests]
+            completions = self.llm.generate(prompts, params, pilot=PlainPilot())
+            return [Answer(completion.token_ids, completion.finish_reason) for completion in completions]
+        limits = [len(request.prompt_ids) + self.answer_limit(request) for request in requests]
+        rows = [Row(request.prompt_ids, 0.0, limit) for request, limit in zip(requests, limits, strict=True)]
+        for _ in self.bulk.run(iter(rows)):
+            pass
+        eos = self.bulk.eos_token_ids
+        return [Answer(row.answer_ids, "stop" if row.answer_ids[-1] in eos else "length") for row in rows]
+
+    def answer_limit(self, request: ReplayRequest) -> int:
+        """Tokens the answer may have: the limit asked for, or what the context leaves."""
+        context_length = self.llm.engine.context_length
+        room = context_length - len(request.prompt_ids)
+        if not request.prompt_ids or room < 1:
+            raise InputError(
+                f"prompt {request.prompt_id} of {request.task} has {len(request.prompt_ids)} tokens and the context "
+                f"holds {context_length}, answer included: leave it out"
+            )
+        return min(self.config.max_new_tokens, room)
 
     def _trace_group(self, group: Sequence[Answered]) -> Iterator[Trace]:
         config = self.config
@@ -69,7 +115,7 @@ class Collector:
                 answer_ids=np.array(answer.token_ids, dtype=np.int32),
                 temperature=config.temperature,
                 seed=request.seed,
-                max_new_tokens=answer_limit(self.llm, request, config),
+                max_new_tokens=self.answer_limit(request),
                 finish_reason=answer.finish_reason,
                 num_disagreements=reading.num_disagreements,
                 emitted=emitted,
@@ -114,7 +160,7 @@ def cut_groups(answered: Sequence[Answered], max_texts: int) -> Iterator[Sequenc
 
 def _split(blocks: AnchorBlocks, emitted: Tensor, offered: Mapping[int, Mapping[str, Tensor]]) -> list[Drafted]:
     """What was found of all blocks, on the host and answer by answer."""
-    columns = {
+    columns: dict[int, dict[str, Any]] = {
         size: {name: blocks.split(column.cpu().numpy()) for name, column in found.items()}
         for size, found in offered.items()
     }

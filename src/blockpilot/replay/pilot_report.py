@@ -29,6 +29,7 @@ from blockpilot.training.figure import write_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Walks = list[list[SimulatedStep]]  # the steps of every request
 TREES = (2, 3, 4, 6, 8, 12, 15, 24, 31, 63)
 NUM_NODES = 15  # nodes per anchor whose probabilities are judged
 NUM_BINS = 15
@@ -67,7 +68,7 @@ def compare(
     train = _alike(train, test, sizes)
     chain = _best([FixedPilot(size) for size in sizes], train, costs)
     trees = [TreePilot(count, size) for size in sorted(test[0].drafts) for count in TREES if count >= size // 4]
-    walks: dict[str, list[list[SimulatedStep]]] = {
+    walks: dict[str, Walks] = {
         "ar": [simulate(trace, PlainPilot(), costs) for trace in test],
         f"best fixed ({chain.name})": [simulate(trace, chain, costs) for trace in test],
     }
@@ -173,14 +174,7 @@ def _best(pilots: Sequence[FixedPilot] | Sequence[TreePilot], traces: Sequence[T
     return max(pilots, key=lambda pilot: total([simulate(trace, pilot, costs) for trace in traces]).tokens_per_second)
 
 
-def _row(
-    load: str,
-    method: str,
-    walks: list[list[SimulatedStep]],
-    *,
-    plain: list[list[SimulatedStep]],
-    fixed: list[list[SimulatedStep]],
-) -> Row:
+def _row(load: str, method: str, walks: Walks, *, plain: Walks, fixed: Walks) -> Row:
     everything = total(walks)
     steps = [step for walk in walks for step in walk]
     speed = everything.tokens_per_second
@@ -196,9 +190,7 @@ def _row(
     )
 
 
-def _interval(
-    walks: list[list[SimulatedStep]], others: list[list[SimulatedStep]], *, num_samples: int = 2000
-) -> tuple[float, float]:
+def _interval(walks: Walks, others: Walks, *, num_samples: int = 2000) -> tuple[float, float]:
     """Of the ratio of speeds: requests are drawn again with replacement, the same for both."""
     ms = np.array([[sum(step.milliseconds for step in walk) for walk in found] for found in (walks, others)])
     drawn = np.random.default_rng(0).integers(0, ms.shape[1], (num_samples, ms.shape[1]))

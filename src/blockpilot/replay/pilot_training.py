@@ -10,8 +10,8 @@ import numpy as np
 
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.cost_model import StepCosts
-from blockpilot.pilots.fitting import Drafts, fit_calibration, fit_forecast, train_prefill
-from blockpilot.pilots.prefill import PrefillConfig, PrefillPilot
+from blockpilot.pilots.fitting import Drafts, fit_calibration, fit_forecast
+from blockpilot.pilots.prefill import PrefillConfig, PrefillPilot, PrefillTraining, train_prefill
 from blockpilot.pilots.step import StepPilot
 from blockpilot.replay.costs import total
 from blockpilot.replay.simulate import walk_chain
@@ -60,14 +60,11 @@ def drafts_of(traces: Sequence[Trace], size: int) -> Drafts:
     """What the drafter offered at one draft size, over all traces."""
     columns = [trace.draft(size) for trace in traces]
     starts = np.concatenate(([0], np.cumsum([len(column.true_ranks) for column in columns])))[:-1].tolist()
-    pairs = [(column.first, column.pairwise) for column in columns]
-    is_paired = all(first is not None and later is not None for first, later in pairs)
+    names = ["log_probs", "true_ranks"]
+    if all(column.is_paired for column in columns):
+        names += ["first", "pairwise"]
     return Drafts(
-        log_probs=np.concatenate([column.log_probs for column in columns]),
-        true_ranks=np.concatenate([column.true_ranks for column in columns]),
-        starts=starts,
-        first=np.concatenate([first for first, _ in pairs if first is not None]) if is_paired else None,
-        pairwise=np.concatenate([later for _, later in pairs if later is not None]) if is_paired else None,
+        **{name: np.concatenate([getattr(column, name) for column in columns]) for name in names}, starts=starts
     )
 
 
@@ -122,5 +119,5 @@ def train_prefill_pilot(
     states = [trace.prefill_state() for trace in group.traces]
     values = torch.stack([state.hidden if config.inputs == "hidden" else state.probabilities for state in states])
     tau = torch.from_numpy(tau_table(group.traces, config.sizes))
-    network = train_prefill(config, values.to(device), tau, num_epochs=num_epochs, seed=seed, report=report)
-    return PrefillPilot(network)
+    training = PrefillTraining(num_epochs=num_epochs, seed=seed)
+    return PrefillPilot(train_prefill(config, values.to(device), tau, training, report))

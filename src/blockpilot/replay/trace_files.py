@@ -160,9 +160,9 @@ def _unpack(
 
 
 def _unpack_draft(columns: Columns, prefix: str, anchors: slice) -> DraftColumns:
-    found = {name: columns[f"{prefix}.{name}"][anchors] for name in DRAFT_COLUMNS}
-    pairs = {name: columns.get(f"{prefix}.{name}") for name in PAIR_COLUMNS}
-    return DraftColumns(**found, **{name: column[anchors] for name, column in pairs.items() if column is not None})
+    found: dict[str, Any] = {name: columns[f"{prefix}.{name}"][anchors] for name in DRAFT_COLUMNS}
+    found |= {name: columns[f"{prefix}.{name}"][anchors] for name in PAIR_COLUMNS if f"{prefix}.{name}" in columns}
+    return DraftColumns(**found)
 
 
 def _offsets(lengths: list[int]) -> NDArray[np.int64]:

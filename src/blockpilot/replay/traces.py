@@ -16,22 +16,17 @@ from numpy.typing import NDArray
 from blockpilot.core.candidates import Candidates
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.base import PrefillState
+from blockpilot.pilots.fitting import ABSENT as ABSENT  # of `true_ranks`
+from blockpilot.pilots.fitting import Drafts, Floats
 
-ABSENT = 255  # true rank of a token that is not among the candidates, or beyond the answer's end
-
-Floats = NDArray[np.floating[Any]]
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftColumns:
-    """What the drafter offered at one draft size: A anchors, D = size - 1 depths, K candidates, best first."""
+class DraftColumns(Drafts):
+    """What the drafter offered at one draft size at every anchor of an answer."""
 
-    log_probs: Floats  # [A, D, K]
     entropy: Floats  # [A, D], of the drafter's distribution at the request's temperature, before noise
-    true_ranks: Bytes  # [A, D], rank of the answer's own token
-    first: Floats | None = None  # [A, K], after the anchor; None where positions are independent (plain DFlash)
-    pairwise: Floats | None = None  # [A, D-1, K, K], after each candidate of the position before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,20 +84,13 @@ class Trace:
         return self.drafts[size]
 
     def candidates(self, size: int, anchor: int, num_candidates: int) -> Candidates:
-        """What a pilot that asks for `num_candidates` sees at an anchor. Token ids are ranks: pilots only hand them on.
+        """What a pilot that asks for `num_candidates` sees at an anchor.
 
         Fewer than it asks for where the trace keeps fewer.
         """
         draft = self.draft(size)
         width = draft.log_probs.shape[-1]
-        is_paired = draft.first is not None and draft.pairwise is not None
-        shown = width if is_paired and num_candidates == 1 else min(width, num_candidates)
-        log_probs = draft.log_probs[anchor, :, :shown].astype(np.float32)
-        ranks = np.broadcast_to(np.arange(shown, dtype=np.int64), log_probs.shape)
-        if draft.first is None or draft.pairwise is None:
-            return Candidates(ranks, log_probs)
-        first = draft.first[anchor, :shown].astype(np.float32)
-        return Candidates(ranks, log_probs, first, draft.pairwise[anchor, :, :shown, :shown].astype(np.float32))
+        return draft.candidates(anchor, width if draft.is_paired and num_candidates == 1 else num_candidates)
 
     def prefill_state(self) -> PrefillState:
         """The target's state after the prompt, as a pilot's `start` gets it; probabilities not kept are 0."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from blockpilot.models.config import DecoderConfig
-from blockpilot.models.layers import MLP, Attend, Attention, RMSNorm, Rotary
+from blockpilot.models.decoder import MLP, Attend, Attention, RMSNorm, Rotary
 
 NUM_TAPS = 3
 

@@ -11,12 +11,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from blockpilot.models.decoder import Decoder
+from blockpilot.models.decoder import MLP, Attention, Decoder, DecoderLayer, MoE, RMSNorm, Rotary
 from blockpilot.models.dflash import BlockConvolution, DFlash, DraftLayer
 from blockpilot.models.eagle3 import Eagle3
 from blockpilot.models.gpu import fused_kernels
 from blockpilot.models.kernels_reference import Convolution, Kernels, Parts
-from blockpilot.models.layers import MLP, Attention, DecoderLayer, MoE, RMSNorm, Rotary
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from blockpilot.core.errors import InputError
 from blockpilot.models.block_codes import BlockCodes, decode_blocks
 from blockpilot.models.config import DecoderConfig, MoeConfig, RopeConfig
-from blockpilot.models.decoder import Decoder
-from blockpilot.models.layers import rope_frequencies
+from blockpilot.models.decoder import Decoder, rope_frequencies
 from blockpilot.models.weights import build_decoder, decoder_names
 from blockpilot.text.tokenizer import Tokenizer
 

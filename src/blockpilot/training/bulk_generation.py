@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.decoder import Decoder
+from blockpilot.models.decoder import Attend, Decoder
 from blockpilot.models.gpu import has_triton
-from blockpilot.models.layers import Attend
 from blockpilot.training.dense_attention import PrefillAttention, StaticCacheAttention
 
 WINDOW_STEP = 64

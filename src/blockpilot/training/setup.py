@@ -25,7 +25,7 @@ from blockpilot.training.eagle3_training import Eagle3Training
 from blockpilot.training.figure import draw_curve
 from blockpilot.training.manifests import read_manifest
 from blockpilot.training.objective import DrafterTraining
-from blockpilot.training.responses import ResponseFolder, ResponseSet
+from blockpilot.training.responses import ResponseSet, read_responses
 from blockpilot.training.text_passes import read_taps
 from blockpilot.training.trainer import Trainer
 
@@ -55,7 +55,7 @@ def train_drafter(
     device = target.decoder.embed_tokens.weight.device
     if run.optimizer == "muon" and device.type != "cuda":
         raise InputError("the muon optimizer needs a GPU (its iterations run in bfloat16): use --optimizer adamw")
-    texts, held_out = split_texts(ResponseFolder(data).read(), run.limit_texts)
+    texts, held_out = split_texts(read_responses(data), run.limit_texts)
     agreement = check_data(target.decoder, texts, width=run.width)
     torch.manual_seed(run.seed)
     objective = _build_objective(run, target, texts, held_out)

@@ -1,7 +1,7 @@
 """Passes over whole texts, for training and evaluation: the target's taps, DFlash blocks, EAGLE-3 chains.
 
 Finished texts are known from end to end, so one pass of each model serves all their positions. `attend` follows the
-contract of the engine's passes (`models/layers.py`); the functions for it stand in `dense_attention.py`.
+contract of the engine's passes (`models/decoder.py`); the functions for it stand in `dense_attention.py`.
 """
 
 from collections.abc import Callable

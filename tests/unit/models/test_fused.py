@@ -3,8 +3,8 @@
 import torch
 
 from blockpilot.models.config import MoeConfig
+from blockpilot.models.decoder import MoE
 from blockpilot.models.fused import stack_experts
-from blockpilot.models.layers import MoE
 
 
 def test_experts_are_stacked_once():

@@ -35,7 +35,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(folder: Path) -> list[tuple[list[int], list[int]]]:
-    texts = synthesis.ResponseFolder(folder).read()
+    texts = synthesis.read_responses(folder)
     rows = [texts.slice(index, index + 1) for index in range(len(texts))]
     return [(row.token_ids[: int(row.prompt_lengths[0])].tolist(), row.answer_ids(0, 1000)) for row in rows]
 

@@ -105,10 +105,11 @@ def test_another_configuration_is_refused(finished: Path) -> None:
 
 def test_rows_may_change_because_memory_may_not_allow_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(synthesis, "_answer", lambda *values: (_ for _ in ()).throw(MemoryError()))
+        patch.setattr(synthesis._Synthesis, "_answer", lambda *values: (_ for _ in ()).throw(MemoryError()))
         with pytest.raises(BlockPilotError, match="out of memory: lower --rows and give the same command again"):
             synthesize(CONFIG, chat_target(), tmp_path, ignore)
-    assert len(synthesize(replace(CONFIG, num_rows=2), chat_target(), tmp_path, ignore).read()) > 0
+    synthesize(replace(CONFIG, num_rows=2), chat_target(), tmp_path, ignore)
+    assert len(synthesis.read_responses(tmp_path)) > 0
 
 
 def test_prompt_files_are_deduplicated_and_starts_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,11 +119,16 @@ def test_prompt_files_are_deduplicated_and_starts_take_turns(tmp_path: Path, mon
     tokenizer = chat_tokenizer()
     prompts = synthesis._load_prompts(tmp_path / "files" / PROMPTS_FILE)
     assert sorted(map(tokenizer.decode, prompts)) == ["Q what is aA ", "Q what is bA "]
-    written = synthesis._write_prompts(replace(CONFIG, starts=("Write", "")), chat_target(), ignore)
+
+    def write(*starts: str) -> list[str]:
+        config = replace(CONFIG, starts=starts)
+        return synthesis._Synthesis(config, chat_target(), tmp_path, ignore)._write_prompts()
+
+    written = write("Write", "")
     assert any(text.startswith("Write") for text in written)
     assert not all(text.startswith("Write") for text in written)
     with pytest.raises(InputError, match=r"--start 'a+' alone has 40 tokens of 32"):
-        synthesis._write_prompts(replace(CONFIG, starts=("a" * 40,)), chat_target(), ignore)
+        write("a" * 40)
 
 
 def test_no_prompt_fits(tmp_path: Path) -> None:

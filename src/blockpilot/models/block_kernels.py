@@ -23,7 +23,7 @@ ROWS = 16  # rows per group: the lanes of one vector
 BLOCK = 32  # weights that share a scale and an offset
 MAX_TILE = 8  # tokens whose sums fit into registers
 
-Array = NDArray[np.float32]
+_Array = NDArray[np.float32]
 
 
 @intrinsic
@@ -138,7 +138,7 @@ _parallel = njit(fastmath=True, nogil=True, parallel=True, cache=True)(_multiply
 
 
 def multiply(
-    codes: NDArray[np.int8], scales: Array, offsets: Array, x: Array, out: Array, num_threads: int
+    codes: NDArray[np.int8], scales: _Array, offsets: _Array, x: _Array, out: _Array, num_threads: int
 ) -> None:  # the arrays are described in `_multiply`
     if num_threads == 1:
         _serial(codes, scales, offsets, x, out, 1)

@@ -37,7 +37,7 @@ class Eagle3Config:
     is_residual_normed: bool = False  # speculators' norm_before_residual: the skip connection carries the normed hidden
 
 
-class Eagle3Layer(nn.Module):
+class _Eagle3Layer(nn.Module):
     """A Llama layer whose attention reads the normed embedding beside the normed hidden state."""
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -70,7 +70,7 @@ class Eagle3(nn.Module):
         self.config = config
         shapes = config.layers
         self.fc = nn.Linear(NUM_TAPS * config.target_hidden_size, shapes.hidden_size, bias=False)
-        self.midlayer = Eagle3Layer(config)
+        self.midlayer = _Eagle3Layer(config)
         self.norm = RMSNorm(shapes.hidden_size, shapes.norm_eps)
         self.lm_head = nn.Linear(shapes.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(shapes.rope, shapes.head_dim)

@@ -20,10 +20,10 @@ from blockpilot.models.decoder import Decoder, rope_frequencies
 from blockpilot.models.weights import build_decoder, decoder_names
 from blockpilot.text.tokenizer import Tokenizer
 
-MAGIC = b"GGUF"
+_MAGIC = b"GGUF"
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
-TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_NAMES = {
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -37,8 +37,8 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-ROPE_FACTORS = "rope_freqs.weight"
+_EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_ROPE_FACTORS = "rope_freqs.weight"
 
 
 def load_decoder_gguf(path: Path, dtype: torch.dtype) -> tuple[Decoder, Tokenizer]:
@@ -71,7 +71,7 @@ def _open(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             magic = file.read(4)
-        if magic != MAGIC:
+        if magic != _MAGIC:
             raise InputError(f"{path} is not a GGUF file (it starts with {magic!r})")
         reader = _reader_class()(path)
     except OSError as error:
@@ -108,7 +108,7 @@ class GgufTensors(Mapping[str, Tensor]):
         self.interleaved_heads: dict[str, int] = {}  # projection -> heads, where rows are in llama.cpp's order
         self.rope_factors: Tensor | None = None
         for tensor in reader.tensors:
-            if tensor.name == ROPE_FACTORS:
+            if tensor.name == _ROPE_FACTORS:
                 self.rope_factors = self._dequantize(tensor, None)
             else:
                 self._add(tensor)
@@ -117,20 +117,20 @@ class GgufTensors(Mapping[str, Tensor]):
         stem = tensor.name.removesuffix(".weight")
         kind, _, rest = stem.partition(".")
         index, _, leaf = rest.partition(".")
-        if leaf in EXPERT_NAMES and kind == "blk":
+        if leaf in _EXPERT_NAMES and kind == "blk":
             for expert in range(int(tensor.shape[-1])):
-                name = f"model.layers.{index}.mlp.experts.{expert}.{EXPERT_NAMES[leaf]}.weight"
+                name = f"model.layers.{index}.mlp.experts.{expert}.{_EXPERT_NAMES[leaf]}.weight"
                 self._sources[name] = (tensor, expert)
-        elif leaf in LAYER_NAMES and kind == "blk" and tensor.name.endswith(".weight"):
-            self._sources[f"model.layers.{index}.{LAYER_NAMES[leaf]}.weight"] = (tensor, None)
+        elif leaf in _LAYER_NAMES and kind == "blk" and tensor.name.endswith(".weight"):
+            self._sources[f"model.layers.{index}.{_LAYER_NAMES[leaf]}.weight"] = (tensor, None)
         else:  # an unknown name stays as it is, to be reported as unexpected
-            known = tensor.name.endswith(".weight") and stem in TOP_NAMES
-            self._sources[f"{TOP_NAMES[stem]}.weight" if known else tensor.name] = (tensor, None)
+            known = tensor.name.endswith(".weight") and stem in _TOP_NAMES
+            self._sources[f"{_TOP_NAMES[stem]}.weight" if known else tensor.name] = (tensor, None)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._dequantize(*self._sources[name])
         num_heads = self.interleaved_heads.get(name.split(".")[-2])
-        return restore_row_order(tensor, num_heads) if num_heads else tensor
+        return _restore_row_order(tensor, num_heads) if num_heads else tensor
 
     def codes(self, name: str) -> BlockCodes | None:
         """The tensor's codes in our row order; None where it is not stored in blocks of 32."""
@@ -140,7 +140,7 @@ class GgufTensors(Mapping[str, Tensor]):
         num_heads = self.interleaved_heads.get(name.split(".")[-2])
         if codes is None or not num_heads:
             return codes
-        return codes.rows(restore_row_order(torch.arange(len(codes.codes))[:, None], num_heads)[:, 0].numpy())
+        return codes.rows(_restore_row_order(torch.arange(len(codes.codes))[:, None], num_heads)[:, 0].numpy())
 
     def _dequantize(self, tensor: Any, expert: int | None) -> Tensor:
         import gguf
@@ -161,7 +161,7 @@ class GgufTensors(Mapping[str, Tensor]):
         return len(self._sources)
 
 
-def restore_row_order(weight: Tensor, num_heads: int) -> Tensor:
+def _restore_row_order(weight: Tensor, num_heads: int) -> Tensor:
     """llama.cpp pairs neighbouring rows for its rotary embedding; ours pairs row i with row i + D/2 of the head."""
     rows = weight.shape[0]
     halves = weight.reshape(num_heads, rows // num_heads // 2, 2, -1)

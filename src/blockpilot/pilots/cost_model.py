@@ -5,7 +5,7 @@ tokens of all requests together, on how many requests they belong to, and on the
 
     ms = curve of the batch size (total tokens) + (per_request * batch size + per_token * total tokens) * context
 
-Each curve is the isotonic fit of its measured points (more tokens never cost less), straight between them and beyond.
+Each curve is the _isotonic fit of its measured points (more tokens never cost less), straight between them and beyond.
 Between measured batch sizes curves are mixed linearly. Where checks are padded to certain sizes costs rise in stairs.
 `StepCosts.linear` makes the same object for a load that is only imagined.
 """
@@ -48,7 +48,7 @@ class FitError:
     spread: float  # mean spread of repeated measures
 
 
-class CostSurface:
+class _CostSurface:
     """Milliseconds over tokens per request, batch size and context length."""
 
     def __init__(self, points: Sequence[CostPoint]) -> None:
@@ -115,7 +115,7 @@ class _Curve:
         self.x, places = np.unique(np.array(totals, dtype=np.float64), return_inverse=True)
         counts = np.bincount(places)
         self.measured: Values = np.bincount(places, weights=ms) / counts
-        self.y = isotonic(self.measured, counts)
+        self.y = _isotonic(self.measured, counts)
         first, last = min(1, len(self.x) - 1), max(len(self.x) - 3, 0)  # two segments: one may be a plateau of noise
         self.slope_below = _slope(self.x, self.y, 0, first)
         self.slope_above = _slope(self.x, self.y, last, len(self.x) - 1)
@@ -216,15 +216,15 @@ class StepCosts:
         return np.array([self._padded(tokens) - 1 for tokens in range(1, MAX_TREE_NODES + 2)])
 
     @cached_property
-    def _draft(self) -> CostSurface:
-        return CostSurface(self.draft)
+    def _draft(self) -> _CostSurface:
+        return _CostSurface(self.draft)
 
     @cached_property
-    def _verify(self) -> CostSurface:
-        return CostSurface(self.verify)
+    def _verify(self) -> _CostSurface:
+        return _CostSurface(self.verify)
 
 
-def isotonic(values: Values, weights: Iterable[float]) -> Values:
+def _isotonic(values: Values, weights: Iterable[float]) -> Values:
     """The increasing sequence nearest to `values`: neighbours in the wrong order are replaced by their mean."""
     blocks: list[tuple[float, float, int]] = []  # (mean, weight, how many)
     for value, weight in zip(values.tolist(), weights, strict=True):

@@ -25,7 +25,7 @@ from blockpilot.pilots.step import StepPilot
 if TYPE_CHECKING:
     from blockpilot.pilots.prefill import PrefillPilot
 
-SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 1
 KINDS = ("step", "prefill")
 SAMPLED = "sampled_calibration"  # the array for temperatures above 0
 Arrays = dict[str, Any]
@@ -42,7 +42,7 @@ class PilotCard:
     config: Mapping[str, Any]
     training: Mapping[str, Any]  # facts about the fit, for people
     sha256: str
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = _SCHEMA_VERSION
 
 
 def save_pilot(
@@ -111,8 +111,8 @@ def read_card(folder: Path) -> PilotCard:
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON: {error}") from error
     version = values.get("schema_version") if isinstance(values, dict) else None
-    if version != SCHEMA_VERSION:
-        raise InputError(f"{path} has schema_version {version!r}, and this package reads {SCHEMA_VERSION}")
+    if version != _SCHEMA_VERSION:
+        raise InputError(f"{path} has schema_version {version!r}, and this package reads {_SCHEMA_VERSION}")
     if difference := {field.name for field in fields(PilotCard)} ^ set(values):
         raise InputError(f"{path}: field {sorted(difference)[0]!r} is unknown or missing")
     sizes = values["sizes"]

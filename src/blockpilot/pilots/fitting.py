@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ABSENT = 255  # true rank of a token that is not among the candidates, or beyond the answer's end
 Floats = NDArray[np.floating[Any]]
-WALK_NODES = 8  # nodes a walk checks per step, about as many as pay on common machines
+_WALK_NODES = 8  # nodes a walk checks per step, about as many as pay on common machines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,10 +163,10 @@ def _walk_once(
         hit, depths = mark_hits([(parent, rank) for _, parent, rank in nodes], drafts.true_ranks[anchor], num_nodes)
         paths = [path for path, _, _ in nodes]
         yield recent.features(), hit, sum(paths)
-        emitted = 1 + int(hit[:WALK_NODES].sum())
+        emitted = 1 + int(hit[:_WALK_NODES].sum())
         recent.record_drafts([[path for path, _, _ in islice(likeliest_chain(*given), HEAD)]])
-        depth = max(depths[:WALK_NODES], default=0)
-        recent.record_steps([(emitted, depth, sum(paths[:WALK_NODES]))])
+        depth = max(depths[:_WALK_NODES], default=0)
+        recent.record_steps([(emitted, depth, sum(paths[:_WALK_NODES]))])
         anchor += emitted
 
 

@@ -23,10 +23,10 @@ from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.fixed import FixedPilot
 
 INPUTS = ("distribution", "normalised", "softmax", "top-k", "hidden")
-OBJECTIVES = ("class", "tau")
-TOP_K = 64
-TRAINING_STEPS = 1500  # how long the published pilot was trained is not known
-WEIGHT_DECAY = 0.01
+_OBJECTIVES = ("class", "tau")
+_TOP_K = 64
+_TRAINING_STEPS = 1500  # how long the published pilot was trained is not known
+_WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class PrefillConfig:
     objective: str = "class"
 
     def __post_init__(self) -> None:
-        if self.inputs not in INPUTS or self.objective not in OBJECTIVES:
-            known = f"inputs are {', '.join(INPUTS)}, objectives {', '.join(OBJECTIVES)}"
+        if self.inputs not in INPUTS or self.objective not in _OBJECTIVES:
+            known = f"inputs are {', '.join(INPUTS)}, objectives {', '.join(_OBJECTIVES)}"
             raise InputError(f"prefill pilot: no such choice as {self.inputs!r} with {self.objective!r}; {known}")
         if not 1 <= self.num_layers <= 3 or not 1 <= self.hidden_size <= 4096 or not 0 <= self.dropout < 1:
             raise InputError("prefill pilot: 1 to 3 layers of up to 4096, and a dropout below 1")
@@ -50,7 +50,7 @@ class PrefillConfig:
 
     @property
     def num_features(self) -> int:
-        return min(TOP_K, self.input_size) + 1 if self.inputs == "top-k" else self.input_size
+        return min(_TOP_K, self.input_size) + 1 if self.inputs == "top-k" else self.input_size
 
 
 def sizes_around(trained_size: int, reach: int = 2) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ def read_features(values: Tensor, inputs: str) -> Tensor:
         return values.softmax(dim=-1)
     if inputs == "top-k":
         entropy = -(values * values.clamp_min(1e-20).log()).sum(dim=-1, keepdim=True)
-        return torch.cat([values.topk(min(TOP_K, values.shape[-1]), dim=-1).values, entropy], dim=-1)
+        return torch.cat([values.topk(min(_TOP_K, values.shape[-1]), dim=-1).values, entropy], dim=-1)
     return values
 
 
@@ -134,7 +134,7 @@ class PrefillPilot(Pilot):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillTraining:
-    num_epochs: int | None = None  # None: as many as make `TRAINING_STEPS` steps
+    num_epochs: int | None = None  # None: as many as make `_TRAINING_STEPS` steps
     batch_size: int = 64
     learning_rate: float = 3e-4
     seed: int = 0
@@ -159,9 +159,9 @@ def train_prefill(
     first = _UsedColumns(network.layers[0], features)
     features = features[:, first.used]
     rate = training.learning_rate
-    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=_WEIGHT_DECAY, fused=True)
     order = torch.Generator().manual_seed(training.seed)
-    num_epochs = training.num_epochs or -(-TRAINING_STEPS // -(-len(tau) // training.batch_size))
+    num_epochs = training.num_epochs or -(-_TRAINING_STEPS // -(-len(tau) // training.batch_size))
     for epoch in range(num_epochs):
         for rows in torch.randperm(len(tau), generator=order).to(values.device).split(training.batch_size):
             optimizer.zero_grad()
@@ -170,7 +170,7 @@ def train_prefill(
             first.num_steps += 1
         if report is not None:
             report(epoch + 1, num_epochs)
-    first.restore(decay=rate * WEIGHT_DECAY)
+    first.restore(decay=rate * _WEIGHT_DECAY)
     return network.eval()
 
 

@@ -99,8 +99,8 @@ class Shards:
         self.num_requests, self.shard_size = identity["num_requests"], identity["shard_size"]
         everything = range(-(-self.num_requests // self.shard_size))
         self.missing = [index for index in everything if not shard_path(out, index).is_file()]
-        self.clock = Clock(self.num_requests, report)
-        self.clock.skip(self.num_requests - sum(map(self.count, self.missing)))
+        num_done = self.num_requests - sum(map(self.count, self.missing))
+        self.clock = Clock(self.num_requests, report, num_done)
 
     def count(self, index: int) -> int:
         """Requests of one shard."""
@@ -125,14 +125,11 @@ def _count(traces: TraceSet) -> dict[str, int]:
 class Clock:
     """Reports traces done, with the time that the rest will take at the pace of this run."""
 
-    def __init__(self, total: int, report: Report) -> None:
+    def __init__(self, total: int, report: Report, num_done: int = 0) -> None:
+        """`num_done` were there before this run."""
         self.total, self.report = total, report
-        self.done = self.skipped = 0
+        self.done = self.skipped = num_done
         self.started = time.perf_counter()
-
-    def skip(self, count: int) -> None:
-        self.done += count
-        self.skipped += count
 
     def tick(self, count: int = 1) -> None:
         self.done += count

@@ -40,7 +40,7 @@ class Answer:
 
 
 Answered = tuple[ReplayRequest, Answer]
-Drafted = tuple[Bytes, dict[int, DraftColumns]]  # emitted lengths and what was offered, of one answer
+_Drafted = tuple[Bytes, dict[int, DraftColumns]]  # emitted lengths and what was offered, of one answer
 
 
 class Collector:
@@ -51,7 +51,7 @@ class Collector:
         self.drafter = require_dflash(llm)
         if not requests:
             raise InputError("no prompts to replay")
-        most = max(len(request.prompt_ids) + self.answer_limit(request) for request in requests)
+        most = max(len(request.prompt_ids) + self._answer_limit(request) for request in requests)
         self.bulk: BulkGenerator | None = None
         if llm.device_type == "cuda" and config.temperature == 0:
             self.bulk = BulkGenerator(
@@ -82,14 +82,14 @@ class Collector:
             prompts = [request.prompt_ids for request in requests]
             completions = self.llm.generate(prompts, params, pilot=PlainPilot())
             return [Answer(completion.token_ids, completion.finish_reason) for completion in completions]
-        limits = [len(request.prompt_ids) + self.answer_limit(request) for request in requests]
+        limits = [len(request.prompt_ids) + self._answer_limit(request) for request in requests]
         rows = [Row(request.prompt_ids, 0.0, limit) for request, limit in zip(requests, limits, strict=True)]
         for _ in self.bulk.run(iter(rows)):
             pass
         eos = self.bulk.eos_token_ids
         return [Answer(row.answer_ids, "stop" if row.answer_ids[-1] in eos else "length") for row in rows]
 
-    def answer_limit(self, request: ReplayRequest) -> int:
+    def _answer_limit(self, request: ReplayRequest) -> int:
         """Tokens the answer may have: the limit asked for, or what the context leaves."""
         context_length = self.llm.engine.context_length
         room = context_length - len(request.prompt_ids)
@@ -115,7 +115,7 @@ class Collector:
                 answer_ids=np.array(answer.token_ids, dtype=np.int32),
                 temperature=config.temperature,
                 seed=request.seed,
-                max_new_tokens=self.answer_limit(request),
+                max_new_tokens=self._answer_limit(request),
                 finish_reason=answer.finish_reason,
                 num_disagreements=reading.num_disagreements,
                 emitted=emitted,
@@ -124,7 +124,7 @@ class Collector:
                 setting=self.setting,
             )
 
-    def _draft(self, readings: Sequence[Reading]) -> list[Drafted]:
+    def _draft(self, readings: Sequence[Reading]) -> list[_Drafted]:
         config = self.config
         if config.anchors == "visited":
             slots = self.llm.engine.runner.cache
@@ -158,7 +158,7 @@ def cut_groups(answered: Sequence[Answered], max_texts: int) -> Iterator[Sequenc
             start = end
 
 
-def _split(blocks: AnchorBlocks, emitted: Tensor, offered: Mapping[int, Mapping[str, Tensor]]) -> list[Drafted]:
+def _split(blocks: AnchorBlocks, emitted: Tensor, offered: Mapping[int, Mapping[str, Tensor]]) -> list[_Drafted]:
     """What was found of all blocks, on the host and answer by answer."""
     columns: dict[int, dict[str, Any]] = {
         size: {name: blocks.split(column.cpu().numpy()) for name, column in found.items()}

@@ -17,9 +17,9 @@ from blockpilot.models.decoder import Decoder
 from blockpilot.replay.traces import PrefillColumns
 from blockpilot.training.text_passes import read_taps
 
-KEPT_MASS = 1 - 1e-4  # of the first token's distribution
-MAX_KEPT = 1024
-AUDIT_ROWS = 256
+_KEPT_MASS = 1 - 1e-4  # of the first token's distribution
+_MAX_KEPT = 1024
+_AUDIT_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def _audit(decoder: Decoder, text: FinishedText, ids: Tensor, hidden: Tensor) ->
     """Logits [V] of the first answer token, and how many answer tokens this pass would have chosen otherwise."""
     first, end = len(text.prompt_ids), len(text.ids)
     first_logits, count = hidden.new_empty(0), ids.new_zeros(())
-    for start in range(first, end, AUDIT_ROWS):
-        places = range(start, min(start + AUDIT_ROWS, end))
+    for start in range(first, end, _AUDIT_ROWS):
+        places = range(start, min(start + _AUDIT_ROWS, end))
         logits = decoder.logits(hidden[start - 1 : places.stop - 1])
         if start == first:
             first_logits = logits[0].clone()  # the others need not be kept for its sake
@@ -83,12 +83,12 @@ def _audit(decoder: Decoder, text: FinishedText, ids: Tensor, hidden: Tensor) ->
 def _prefill_columns(logits: Tensor, hidden: Tensor) -> list[PrefillColumns]:
     """Of all texts: logits [S, V] behind their prompts, hidden states [S, H] there."""
     log_probs = logits.float().log_softmax(dim=-1)
-    best = log_probs.exp().topk(min(MAX_KEPT, log_probs.shape[-1]))
+    best = log_probs.exp().topk(min(_MAX_KEPT, log_probs.shape[-1]))
     running = best.values.double().cumsum(dim=-1)
     entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
     wanted = (best.indices, best.values, running, entropy, hidden.float())
     token_ids, probabilities, masses, entropies, states = (x.cpu().numpy() for x in wanted)
-    counts = np.minimum((masses < KEPT_MASS).sum(axis=-1) + 1, masses.shape[-1])
+    counts = np.minimum((masses < _KEPT_MASS).sum(axis=-1) + 1, masses.shape[-1])
     return [
         PrefillColumns(
             token_ids=token_ids[row, :count].astype(np.int32),

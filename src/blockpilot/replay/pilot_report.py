@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Walks = list[list[SimulatedStep]]  # the steps of every request
-TREES = (2, 3, 4, 6, 8, 12, 15, 24, 31, 63)
-NUM_NODES = 15  # nodes per anchor whose probabilities are judged
-NUM_BINS = 15
-STYLES = ("-", "--", "-.", ":", (0, (1, 1)), (0, (5, 1)), (0, (3, 1, 1, 1)))
-LOADS = {  # what a draft and each drafted token checked cost, in plain steps
+_TREES = (2, 3, 4, 6, 8, 12, 15, 24, 31, 63)
+_NUM_NODES = 15  # nodes per anchor whose probabilities are judged
+_NUM_BINS = 15
+_STYLES = ("-", "--", "-.", ":", (0, (1, 1)), (0, (5, 1)), (0, (3, 1, 1, 1)))
+_LOADS = {  # what a draft and each drafted token checked cost, in plain steps
     "flat": (0.15, 0.0),
     "mild": (0.15, 0.02),
     "cpu-like": (0.25, 0.05),
@@ -67,7 +67,7 @@ def compare(
     sizes = sorted(set.intersection(*(set(trace.setting.sizes) for trace in test)))
     train = _alike(train, test, sizes)
     chain = _best([FixedPilot(size) for size in sizes], train, costs)
-    trees = [TreePilot(count, size) for size in sorted(test[0].drafts) for count in TREES if count >= size // 4]
+    trees = [TreePilot(count, size) for size in sorted(test[0].drafts) for count in _TREES if count >= size // 4]
     walks: dict[str, Walks] = {
         "ar": [simulate(trace, PlainPilot(), costs) for trace in test],
         f"best fixed ({chain.name})": [simulate(trace, chain, costs) for trace in test],
@@ -98,7 +98,7 @@ def _alike(train: Sequence[Trace], test: Sequence[Trace], sizes: Sequence[int]) 
 
 
 def linear_loads() -> dict[str, StepCosts]:
-    return {name: StepCosts.linear(draft, 1.0, slope) for name, (draft, slope) in LOADS.items()}
+    return {name: StepCosts.linear(draft, 1.0, slope) for name, (draft, slope) in _LOADS.items()}
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _node_outcomes(calibration: Calibration, trace: Trace, size: int) -> tuple[N
     for anchor in range(0, trace.num_anchors, 2):
         candidates = trace.candidates(size, anchor, WIDTH)
         stream = best_first(*calibration.probabilities(candidates), candidates.token_ids)
-        nodes = list(islice(stream, NUM_NODES))
+        nodes = list(islice(stream, _NUM_NODES))
         hits, _ = mark_hits([(parent, rank) for _, parent, rank in nodes], true_ranks[anchor], len(nodes))
         probabilities += [path for path, _, _ in nodes]
         outcomes += hits.tolist()
@@ -137,9 +137,9 @@ def _node_outcomes(calibration: Calibration, trace: Trace, size: int) -> tuple[N
 
 def _reliability(parts: Sequence[tuple[NDArray[np.float32], NDArray[np.bool_]]]) -> Reliability:
     probabilities, hits = (np.concatenate([part[index] for part in parts]) for index in range(2))
-    bins = np.array_split(np.argsort(probabilities, kind="stable"), NUM_BINS)
+    bins = np.array_split(np.argsort(probabilities, kind="stable"), _NUM_BINS)
     return Reliability(
-        expected_calibration_error(probabilities, hits, NUM_BINS),
+        expected_calibration_error(probabilities, hits, _NUM_BINS),
         [float(probabilities[part].mean()) for part in bins if len(part)],
         [float(hits[part].mean()) for part in bins if len(part)],
         len(hits),
@@ -158,7 +158,7 @@ def draw_reliability(out: Path, reports: Mapping[str, Reliability]) -> list[Path
                 report.predicted,
                 report.observed,
                 color="black" if is_all else f"C{index}",
-                linestyle="-" if is_all else STYLES[index % len(STYLES)],
+                linestyle="-" if is_all else _STYLES[index % len(_STYLES)],
                 linewidth=2 if is_all else 1,
                 marker="o" if is_all else None,
                 markersize=3,

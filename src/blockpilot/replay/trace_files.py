@@ -20,19 +20,19 @@ from blockpilot.core.files import atomic_path
 from blockpilot.replay.traces import DraftColumns, PrefillColumns, Trace, TraceSetting
 from blockpilot.training.manifests import read_manifest
 
-SHARD_NAMES = (".safetensors", ".safetensors.xz")  # plain, compressed
-REQUESTS = "requests"  # the one metadata key of a shard: its strings. A second key would come in random order
-REQUEST_COLUMNS = {  # one value per request
+_SHARD_NAMES = (".safetensors", ".safetensors.xz")  # plain, compressed
+_REQUESTS = "requests"  # the one metadata key of a shard: its strings. A second key would come in random order
+_REQUEST_COLUMNS = {  # one value per request
     "num_prompt_tokens": np.int32,
     "temperature": np.float64,
     "seed": np.int64,
     "max_new_tokens": np.int32,
     "num_disagreements": np.int32,
 }
-DRAFT_COLUMNS = ("log_probs", "entropy", "true_ranks")
-PAIR_COLUMNS = ("first", "pairwise")  # only where the drafter scores a child given its parent
+_DRAFT_COLUMNS = ("log_probs", "entropy", "true_ranks")
+_PAIR_COLUMNS = ("first", "pairwise")  # only where the drafter scores a child given its parent
 
-Columns = dict[str, NDArray[Any]]
+_Columns = dict[str, NDArray[Any]]
 
 
 class TraceSet:
@@ -53,7 +53,7 @@ class TraceSet:
 
     @property
     def shards(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("shard-*") if path.name.endswith(SHARD_NAMES))
+        return sorted(path for path in self.folder.glob("shard-*") if path.name.endswith(_SHARD_NAMES))
 
     @property
     def is_complete(self) -> bool:
@@ -94,7 +94,7 @@ def require_disjoint(train: Sequence[Trace], test: Sequence[Trace]) -> None:
 
 
 def shard_path(folder: Path, index: int, *, is_compressed: bool = False) -> Path:
-    return folder / f"shard-{index:05d}{SHARD_NAMES[is_compressed]}"
+    return folder / f"shard-{index:05d}{_SHARD_NAMES[is_compressed]}"
 
 
 def write_shard(path: Path, traces: Sequence[Trace], precision: str) -> None:
@@ -108,13 +108,13 @@ def pack_shard(traces: Sequence[Trace], precision: str) -> bytes:
 
     strings = [{"prompt_id": t.prompt_id, "task": t.task, "finish_reason": t.finish_reason} for t in traces]
     columns = {name: np.ascontiguousarray(column) for name, column in _pack(traces, np.dtype(precision)).items()}
-    return save(columns, metadata={REQUESTS: json.dumps(strings)})
+    return save(columns, metadata={_REQUESTS: json.dumps(strings)})
 
 
-def _pack(traces: Sequence[Trace], floats: np.dtype[Any]) -> Columns:
+def _pack(traces: Sequence[Trace], floats: np.dtype[Any]) -> _Columns:
     prefills = [trace.prefill for trace in traces]
-    columns: Columns = {
-        **{name: np.array([getattr(t, name) for t in traces], dtype) for name, dtype in REQUEST_COLUMNS.items()},
+    columns: _Columns = {
+        **{name: np.array([getattr(t, name) for t in traces], dtype) for name, dtype in _REQUEST_COLUMNS.items()},
         "answer_ids": np.concatenate([trace.answer_ids for trace in traces]),
         "answer_offsets": _offsets([len(trace.answer_ids) for trace in traces]),
         "emitted": np.concatenate([trace.emitted for trace in traces]),
@@ -126,7 +126,7 @@ def _pack(traces: Sequence[Trace], floats: np.dtype[Any]) -> Columns:
         "prefill.hidden": _rounded(np.stack([prefill.hidden for prefill in prefills]), floats),
     }
     for size in traces[0].drafts:
-        for name in DRAFT_COLUMNS + PAIR_COLUMNS:
+        for name in _DRAFT_COLUMNS + _PAIR_COLUMNS:
             parts = [getattr(trace.drafts[size], name) for trace in traces]
             if parts[0] is not None:
                 column = np.concatenate(parts)
@@ -135,7 +135,7 @@ def _pack(traces: Sequence[Trace], floats: np.dtype[Any]) -> Columns:
 
 
 def _unpack(
-    columns: Columns, strings: list[dict[str, Any]], setting: TraceSetting, draft_sizes: Sequence[int]
+    columns: _Columns, strings: list[dict[str, Any]], setting: TraceSetting, draft_sizes: Sequence[int]
 ) -> Iterator[Trace]:
     prefill_bounds = list(pairwise(columns["prefill.offsets"].tolist()))
     for row, (start, end) in enumerate(pairwise(columns["answer_offsets"].tolist())):
@@ -144,7 +144,7 @@ def _unpack(
         kept = slice(*prefill_bounds[row])
         yield Trace(
             **strings[row],
-            **{name: columns[name][row].item() for name in REQUEST_COLUMNS},
+            **{name: columns[name][row].item() for name in _REQUEST_COLUMNS},
             answer_ids=columns["answer_ids"][start:end],
             emitted=columns["emitted"][anchors],
             prefill=PrefillColumns(
@@ -159,9 +159,9 @@ def _unpack(
         )
 
 
-def _unpack_draft(columns: Columns, prefix: str, anchors: slice) -> DraftColumns:
-    found: dict[str, Any] = {name: columns[f"{prefix}.{name}"][anchors] for name in DRAFT_COLUMNS}
-    found |= {name: columns[f"{prefix}.{name}"][anchors] for name in PAIR_COLUMNS if f"{prefix}.{name}" in columns}
+def _unpack_draft(columns: _Columns, prefix: str, anchors: slice) -> DraftColumns:
+    found: dict[str, Any] = {name: columns[f"{prefix}.{name}"][anchors] for name in _DRAFT_COLUMNS}
+    found |= {name: columns[f"{prefix}.{name}"][anchors] for name in _PAIR_COLUMNS if f"{prefix}.{name}" in columns}
     return DraftColumns(**found)
 
 
@@ -175,7 +175,7 @@ def _rounded(values: NDArray[Any], floats: np.dtype[Any]) -> NDArray[Any]:
     return np.clip(values, -largest, largest).astype(floats)
 
 
-def _read_shard(path: Path) -> tuple[Columns, list[dict[str, Any]]]:
+def _read_shard(path: Path) -> tuple[_Columns, list[dict[str, Any]]]:
     """A shard's columns, and the strings of its requests."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
@@ -184,7 +184,7 @@ def _read_shard(path: Path) -> tuple[Columns, list[dict[str, Any]]]:
         data = path.read_bytes()
         data = lzma.decompress(data) if path.suffix == ".xz" else data
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return load(data), json.loads(header["__metadata__"][REQUESTS])
+        return load(data), json.loads(header["__metadata__"][_REQUESTS])
     except (SafetensorError, OSError, EOFError, lzma.LZMAError, KeyError, ValueError) as error:
         raise _damaged(path) from error
 

@@ -22,7 +22,7 @@ from blockpilot.training.objective import DrafterTraining, LossTerms
 from blockpilot.training.responses import ResponseSet, TextBatch
 from blockpilot.training.text_passes import TargetEnds, draft_hidden, mixed_precision
 
-PACE_FLOOR = 0.5  # `a` of d-pace
+_PACE_FLOOR = 0.5  # `a` of d-pace
 
 
 class DFlashTraining(DrafterTraining):
@@ -33,7 +33,7 @@ class DFlashTraining(DrafterTraining):
         super().__init__(model, decoder, run, held_out)
         self.num_random = 2 * run.blocks  # an anchor and a size each
         self.ends = TargetEnds.of(model, decoder)
-        self._loss = self._compiled(dflash_loss)
+        self._loss = self._compiled(_dflash_loss)
 
     @property
     def block_size(self) -> int:
@@ -63,7 +63,7 @@ class DFlashTraining(DrafterTraining):
         return labels if self.row_of is None else self.row_of[labels]
 
 
-def dflash_loss(
+def _dflash_loss(
     model: DFlash, ends: TargetEnds, taps: Tensor, blocks: Blocks, *, labels: Tensor, run: DrafterRun
 ) -> LossTerms:
     """The block's loss and, for DFlash 2, the selector's. `labels` are rows of the head, -1 where it has none."""
@@ -92,7 +92,7 @@ def position_weights(losses: Tensor, is_known: Tensor, run: DrafterRun) -> Tenso
     return pace_weights(losses, is_known)
 
 
-def pace_weights(losses: Tensor, is_known: Tensor, *, floor: float = PACE_FLOOR) -> Tensor:
+def pace_weights(losses: Tensor, is_known: Tensor, *, floor: float = _PACE_FLOOR) -> Tensor:
     kept = (1 - floor) * torch.exp(-losses.detach()) + floor
     running = (kept * is_known).cumprod(dim=-1)
     return running.flip(-1).cumsum(dim=-1).flip(-1)

@@ -21,7 +21,7 @@ from blockpilot.training.blocks import Blocks, make_blocks
 from blockpilot.training.responses import ResponseSet, TextBatch
 from blockpilot.training.text_passes import TargetEnds, draft_hidden, head_rows, own_embedding, read_taps, unroll
 
-RECALL_AT = 8
+_RECALL_AT = 8
 ANCHORS_PER_PASS = 64  # DFlash blocks per text
 
 
@@ -84,7 +84,7 @@ def _draft_chains(model: Eagle3, decoder: Decoder, taps: Tensor, texts: TextBatc
     is_known = (rows + 1 < ends) & (target >= 0)
     hits, recalls = [], []
     for step, logits in enumerate(unroll(model, own_embedding(model, decoder), taps, texts.ids, num_steps=num_steps)):
-        best = logits.topk(min(RECALL_AT, logits.shape[-1]), dim=-1).indices
+        best = logits.topk(min(_RECALL_AT, logits.shape[-1]), dim=-1).indices
         hits.append(((best[..., 0] == target) & is_known).roll(-step, dims=1))
         recalls.append(((best == target[..., None]).any(-1) & is_known).roll(-step, dims=1))
     is_anchor, is_whole = ((rows >= starts) & (rows < end) for end in (ends, ends - num_steps))
@@ -109,11 +109,11 @@ def _score(model: DFlash, ends: TargetEnds, taps: Tensor, blocks: Blocks) -> tup
     """Per anchor and depth: the drafted chain's token is right [B, A, D]; the right token is among the best 8."""
     hidden = draft_hidden(model, ends.embed, taps, blocks)[:, :, 1:].to(ends.head.dtype)
     logits = F.linear(hidden, ends.head).float()
-    width = model.config.selector_top_k if model.candidate_selector is not None else RECALL_AT
+    width = model.config.selector_top_k if model.candidate_selector is not None else _RECALL_AT
     best = logits.topk(min(width, logits.shape[-1]), dim=-1)
     rows = model.draft_token_ids
     tokens = best.indices if rows is None else rows.to(taps.device)[best.indices]  # [B, A, D, K]
-    recall = (tokens[..., :RECALL_AT] == blocks.labels[..., None]).any(-1)
+    recall = (tokens[..., :_RECALL_AT] == blocks.labels[..., None]).any(-1)
     chosen = tokens[..., 0]
     if model.candidate_selector is not None:
         picks = _walk_selector(model.candidate_selector, best.values, tokens, hidden, blocks.anchor_ids)

@@ -29,10 +29,10 @@ from blockpilot.training.responses import ResponseSet, read_responses
 from blockpilot.training.text_passes import read_taps
 from blockpilot.training.trainer import Trainer
 
-HELD_OUT_SHARE = 0.01
-MAX_HELD_OUT = 256
-CHECKED_TEXTS = 32
-LEAST_AGREEMENT = 0.4  # of answers that are mostly greedy, far below what the author of the text reaches
+_HELD_OUT_SHARE = 0.01
+_MAX_HELD_OUT = 256
+_CHECKED_TEXTS = 32
+_LEAST_AGREEMENT = 0.4  # of answers that are mostly greedy, far below what the author of the text reaches
 
 
 def load_training_target(
@@ -103,13 +103,13 @@ def check_data(decoder: Decoder, data: ResponseSet, *, width: int) -> float:
 
     Hours of training on another model's text would end in a drafter nobody accepts.
     """
-    texts = data.batch(torch.arange(min(CHECKED_TEXTS, len(data))), width).to(decoder.embed_tokens.weight.device)
+    texts = data.batch(torch.arange(min(_CHECKED_TEXTS, len(data))), width).to(decoder.embed_tokens.weight.device)
     hidden, _ = read_taps(decoder, texts.ids, (0,))
     choices = decoder.logits(hidden).argmax(-1).view(texts.ids.shape)
     places = torch.arange(width, device=texts.ids.device)
     is_answer = (places >= texts.prompt_lengths[:, None]) & (places < texts.lengths[:, None])
     share = float((choices[:, :-1] == texts.ids[:, 1:])[is_answer[:, 1:]].float().mean())
-    if not share >= LEAST_AGREEMENT:  # also where there is no answer at all, and the share is no number
+    if not share >= _LEAST_AGREEMENT:  # also where there is no answer at all, and the share is no number
         raise InputError(
             f"the target agrees with only {share:.0%} of the training answers: they were written by another model or "
             "under another chat template; run `blockpilot synthesize` with this target"
@@ -119,7 +119,7 @@ def check_data(decoder: Decoder, data: ResponseSet, *, width: int) -> float:
 
 def split_texts(texts: ResponseSet, limit: int) -> tuple[ResponseSet, ResponseSet]:
     """Training texts and held-out ones: the last hundredth, which is random because prompts were shuffled."""
-    num_held_out = max(1, min(MAX_HELD_OUT, int(len(texts) * HELD_OUT_SHARE)))
+    num_held_out = max(1, min(_MAX_HELD_OUT, int(len(texts) * _HELD_OUT_SHARE)))
     num_training = len(texts) - num_held_out
     if num_training < 1:
         raise InputError(f"{len(texts)} texts are too few to train on: synthesize more")

@@ -27,7 +27,7 @@ from blockpilot.training.manifests import read_manifest, require_same_run, write
 from blockpilot.training.responses import Response, read_responses, shard_path, write_shard
 
 PROMPTS_FILE = "prompts.json"
-REPORT_EVERY = 512
+_REPORT_EVERY = 512
 _PLACEHOLDER = "\u2063PROMPT\u2063"
 
 Report = Callable[[str, int, int], None]  # (what, done, total)
@@ -149,7 +149,7 @@ class _Synthesis:
         started, num_tokens = time.perf_counter(), 0
         for done, row in enumerate(generator.run(iter(rows)), start=1):
             num_tokens += len(row.answer_ids)
-            if done % REPORT_EVERY == 0 or done == len(rows):
+            if done % _REPORT_EVERY == 0 or done == len(rows):
                 self.report(describe(num_tokens / (time.perf_counter() - started)), done, len(rows))
 
     @property

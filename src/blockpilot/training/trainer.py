@@ -35,10 +35,10 @@ from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.objective import DrafterTraining
 from blockpilot.training.responses import ResponseSet
 
-WARMUP_SHARE = 0.03  # of the steps
-WEIGHT_DECAY = 0.01
-CLIP_NORM = 1.0
-ASK_GROUP_EVERY = 8  # steps between two questions to all processes whether to stop
+_WARMUP_SHARE = 0.03  # of the steps
+_WEIGHT_DECAY = 0.01
+_CLIP_NORM = 1.0
+_ASK_GROUP_EVERY = 8  # steps between two questions to all processes whether to stop
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -111,7 +111,7 @@ class Trainer:
         loss = (terms.sums / self.group.mean(terms.weights).clamp(min=1e-6)).sum()
         loss.backward()
         self.group.average_gradients(self.parameters)
-        norm = nn.utils.clip_grad_norm_(self.parameters, CLIP_NORM)
+        norm = nn.utils.clip_grad_norm_(self.parameters, _CLIP_NORM)
         self._update()
         return {
             "loss": loss.detach(),
@@ -146,7 +146,7 @@ class Trainer:
 
     def _is_stopping(self, stop: StopFlag) -> bool:
         """All processes stop at the same step, or the others would wait for ever."""
-        if self.group.size > 1 and self.step % ASK_GROUP_EVERY:
+        if self.group.size > 1 and self.step % _ASK_GROUP_EVERY:
             return False
         return self.group.any(stop.received > 0, self.objective.device)
 
@@ -203,7 +203,7 @@ class Trainer:
 
 def _make_optimizers(model: nn.Module, run: DrafterRun) -> list[torch.optim.Optimizer]:
     """AdamW for everything, or Muon for matrices; look-up tables are no matrices."""
-    options: dict[str, Any] = {"lr": run.learning_rate, "weight_decay": WEIGHT_DECAY}
+    options: dict[str, Any] = {"lr": run.learning_rate, "weight_decay": _WEIGHT_DECAY}
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     is_matrix = [run.optimizer == "muon" and p.dim() == 2 and "codebook" not in name for name, p in named]
     matrices, rest = (
@@ -218,7 +218,7 @@ def _make_optimizers(model: nn.Module, run: DrafterRun) -> list[torch.optim.Opti
 
 def _learning_rate_scale(step: int, num_steps: int) -> float:
     """What the learning rate of `step` is multiplied by: linear warm-up, then a cosine down to a fiftieth."""
-    warmup = max(1, int(WARMUP_SHARE * num_steps))
+    warmup = max(1, int(_WARMUP_SHARE * num_steps))
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, num_steps - warmup)

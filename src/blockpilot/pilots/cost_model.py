@@ -5,9 +5,9 @@ tokens of all requests together, on how many requests they belong to, and on the
 
     ms = curve of the batch size (total tokens) + (per_request * batch size + per_token * total tokens) * context
 
-Each curve is the _isotonic fit of its measured points (more tokens never cost less), straight between them and beyond.
-Between measured batch sizes curves are mixed linearly. Where checks are padded to certain sizes costs rise in stairs.
-`StepCosts.linear` makes the same object for a load that is only imagined.
+Each curve is the isotonic fit of its measured points (more tokens never cost less), straight between them and beyond.
+Between measured batch sizes curves are mixed linearly. Where a pass is padded to the next of some sizes, costs rise in
+steps. `StepCosts.linear` makes the same object for a load that is only imagined.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -140,9 +140,9 @@ class _Curve:
 class StepCosts:
     draft: tuple[CostPoint, ...] = ()
     verify: tuple[CostPoint, ...] = ()
-    overhead_ms: float = 0.0  # the rest of a step: commit, and the drafter's look at what was kept
+    overhead_ms: float = 0.0  # the rest of a step: committing tokens, and the drafter reading what was accepted
     key: Mapping[str, Any] = field(default_factory=dict, compare=False)  # of what, and where it was measured
-    padding: tuple[int, ...] = ()  # tokens to which all checks of a batch are rounded up together; none: as they are
+    padding: tuple[int, ...] = ()  # sizes that the tokens of a verify are padded to; empty: no padding
 
     def __post_init__(self) -> None:
         points = (*self.draft, *self.verify)
@@ -186,7 +186,7 @@ class StepCosts:
         return next((size for size in self.padding if size >= tokens), tokens)
 
     def step_ms(self, block_size: int, tokens: int, batch_size: int = 1, context_length: int = 256) -> float:
-        """A whole step. One that does not draft (block size 0 or 1) still has the overhead if a drafter looks on."""
+        """A whole step. One that does not draft (block size 0 or 1) still has the overhead if a drafter observes it."""
         passes = self.draft_ms(block_size, batch_size) + self.verify_ms(tokens, batch_size, context_length)
         return passes + self.overhead_ms
 

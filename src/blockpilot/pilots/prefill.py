@@ -112,7 +112,7 @@ class PrefillPilot(Pilot):
                 f"the pilot was trained for a target with {config.input_size} inputs ({config.inputs}), and this one "
                 f"gives {values.shape[-1]}"
             )
-        if self.network.head.weight.device != values.device:  # on a GPU reading the weights is all its time
+        if self.network.head.weight.device != values.device:  # on a GPU its time is that of reading the weights
             self.network.to(values.device, torch.bfloat16 if values.is_cuda else torch.float32)
         features = read_features(values, config.inputs)[None].to(self.network.head.weight.dtype)
         scores = self.network(features)[0].tolist()
@@ -149,8 +149,8 @@ def train_prefill(
 ) -> PrefillNetwork:
     """`values` [N, V] after prefill (or hidden states [N, H]) and measured `tau` [N, sizes] of the same requests.
 
-    The objective `class` learns which size is best; `tau` learns how much each size brings. `report` hears of every
-    epoch (done, of how many).
+    The objective `class` learns which size is best; `tau` learns how much each size brings. `report` is called
+    after every epoch with the epochs done, and of how many.
     """
     torch.manual_seed(training.seed)
     with values.device:  # a hundred million random numbers are drawn where they are needed

@@ -2,8 +2,8 @@
 
 The drafter is the one that decodes online, with its packed and rounded weights; `DFlashDrafter.rank` turns logits into
 candidates here as there. The blocks of several answers share a pass, cut so that what attention and the head compute
-stays within bounds. Results stay on the device, so that a GPU works through one pass while the next ones are prepared;
-whoever wants them fetches them for all answers at once.
+stays within bounds. Results stay on the device, so that passes are enqueued without waiting for one another; they are
+copied to the host once, for all answers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """One pass of the target over finished texts: the taps of every token, the first token's distribution, an audit.
 
-Several texts share the pass, padded on the right: causal attention never looks there. What the host wants to know comes
-from the device at the end, for all of them at once.
+Several texts share the pass, padded on the right: causal attention never looks there. Results are copied from the
+device once, at the end, for all texts together.
 """
 
 from collections.abc import Sequence

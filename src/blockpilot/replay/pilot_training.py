@@ -112,7 +112,7 @@ def train_prefill_pilot(
     device: str = "cpu",
     report: Callable[[int, int], None] | None = None,
 ) -> PrefillPilot:
-    """The BlockPilot paper's pilot, or a variant of it; `report` hears of every epoch."""
+    """The BlockPilot paper's pilot, or a variant of it; `report` is called after every epoch."""
     import torch
 
     check_enough(group, "training")

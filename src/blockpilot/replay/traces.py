@@ -8,7 +8,6 @@ run on that without a model.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,12 +73,13 @@ class Trace:
     def column(self, size: int) -> int:
         """Where `emitted` keeps a block size."""
         if size not in self.setting.sizes:
-            raise InputError(f"the trace holds no block size {size}; it holds {_listed(self.setting.sizes)}")
+            listed = ", ".join(map(str, self.setting.sizes))
+            raise InputError(f"the trace holds no block size {size}; it holds {listed}")
         return self.setting.sizes.index(size)
 
     def draft(self, size: int) -> DraftColumns:
         if size not in self.drafts:
-            held = _listed(self.drafts) if self.drafts else "none"
+            held = ", ".join(map(str, self.drafts)) or "none"
             raise InputError(f"the trace holds no candidates of draft size {size}; it holds {held}")
         return self.drafts[size]
 
@@ -102,7 +102,3 @@ class Trace:
         )
         hidden = torch.from_numpy(self.prefill.hidden.astype(np.float32))
         return PrefillState(num_prompt_tokens=self.num_prompt_tokens, probabilities=probabilities, hidden=hidden)
-
-
-def _listed(sizes: Mapping[int, Any] | tuple[int, ...]) -> str:
-    return ", ".join(map(str, sizes))

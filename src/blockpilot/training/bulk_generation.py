@@ -1,8 +1,9 @@
 """Many answers at once: the target writes training data as fast as its memory can be read.
 
 A fixed number of rows decodes in lockstep against one static cache, one token per row and step. Every `refill_every`
-steps the host looks: finished rows leave and new prompts take their place. On a GPU the step is a CUDA graph, so that
-no launch overhead shows, and attention is one kernel that reads each row's own filled part (`bulk_attention.py`).
+steps the host checks which rows have finished and puts new prompts in their place. On a GPU the step is a CUDA graph,
+so that no launch overhead shows, and attention is one kernel that reads each row's own filled part
+(`bulk_attention.py`).
 
 This is not the serving engine: it trades latency for throughput and never speculates.
 """

@@ -20,7 +20,6 @@ _SHAPE_KEYS = {  # ours and theirs
     "intermediate_size": "intermediate_size",
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
-    "context_length": "max_position_embeddings",
 }
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
 
@@ -95,6 +94,7 @@ def parse_layer_shapes(raw: dict[str, Any], where: str) -> dict[str, Any]:
         shapes["num_kv_heads"] = int(raw.get("num_key_value_heads") or num_heads)
         shapes["head_dim"] = int(raw.get("head_dim") or shapes["hidden_size"] // num_heads)
         shapes["norm_eps"] = float(raw.get("rms_norm_eps", 1e-6))
+        shapes["context_length"] = int(raw["max_position_embeddings"])
     except KeyError as error:
         raise InputError(f"{where}: key {error.args[0]!r} is missing") from error
     except (TypeError, ValueError) as error:
@@ -181,6 +181,7 @@ def layer_shapes_dict(config: DecoderConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.context_length,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,

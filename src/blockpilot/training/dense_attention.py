@@ -82,10 +82,10 @@ class UnrollAttention:
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
-        self.steps: list[tuple[Tensor, Tensor]] = []  # keys and values [B, Hkv, T, D] of every unrolled step
+        self.steps: list[list[Tensor]] = []  # keys and values [B, H, T, D] of every unrolled step
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.steps.append((_split(k, self.batch_size), _split(v, self.batch_size)))
+        self.steps.append([_expand(_split(x, self.batch_size), q.shape[1]) for x in (k, v)])
         keys, values = (torch.cat(parts, dim=2) for parts in zip(*self.steps, strict=True))
         mask = _unroll_mask(len(q) // self.batch_size, len(self.steps) - 1, q.device)
         return _attend(q, keys, values, attn_mask=mask)

@@ -20,8 +20,7 @@ from blockpilot.models.eagle3_format import load_eagle3
 from blockpilot.models.loading import LoadedTarget
 from blockpilot.text.prompts import read_prompts
 from blockpilot.training.bulk_generation import BulkGenerator, Row
-from blockpilot.training.eagle3_training import evaluate_eagle3
-from blockpilot.training.evaluation import TauReport, evaluate_dflash
+from blockpilot.training.evaluation import TauReport, evaluate_drafter
 from blockpilot.training.responses import Response, ResponseSet
 from blockpilot.training.setup import load_training_target
 
@@ -55,11 +54,14 @@ def answer(
 
 def evaluate(target: LoadedTarget, folder: str, texts: ResponseSet, block_size: int) -> TauReport:
     weight = target.decoder.embed_tokens.weight
-    options = {"block_size": block_size, "width": int(texts.lengths.max()), "batch_size": 8}
     if "Eagle3" in (Path(folder) / "config.json").read_text(encoding="utf-8"):
-        head = load_eagle3(folder, weight.dtype, num_target_layers=target.decoder.config.num_layers).to(weight.device)
-        return evaluate_eagle3(head, target.decoder, texts, **options)
-    return evaluate_dflash(load_dflash(folder, weight.dtype).to(weight.device), target.decoder, texts, **options)
+        model = load_eagle3(folder, weight.dtype, num_target_layers=target.decoder.config.num_layers)
+    else:
+        model = load_dflash(folder, weight.dtype)
+    width = int(texts.lengths.max())
+    return evaluate_drafter(
+        model.to(weight.device), target.decoder, texts, block_size=block_size, width=width, batch_size=8
+    )
 
 
 def main() -> None:

@@ -10,9 +10,8 @@ from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
 from blockpilot.engine.planned_runner import PlannedRunner
 from blockpilot.engine.runner import TargetRunner
 from blockpilot.models.config import DecoderConfig, MoeConfig, RopeConfig
-from blockpilot.models.decoder import Decoder
+from blockpilot.models.decoder import Decoder, MoE
 from blockpilot.models.dflash import DFlash, DFlashConfig
-from blockpilot.models.layers import MoE
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {"hidden": 576, "ffn": 1536, "layers": 30, "heads": 9, "kv": 3, "dim": 64, "vocab": 49152},

@@ -38,9 +38,8 @@ from blockpilot.bench.tasks import SHIPPED
 from blockpilot.core.errors import BlockPilotError
 from blockpilot.models.loading import load_target
 from blockpilot.pilots.fixed import FixedPilot
-from blockpilot.replay.answer_groups import TEXTS_PER_PASS
-from blockpilot.replay.answers import BULK_ROWS
 from blockpilot.replay.collect import collect
+from blockpilot.replay.collector import BULK_ROWS, TEXTS_PER_PASS
 from blockpilot.replay.config import CollectConfig, ReplayRequest
 from blockpilot.replay.simulate import walk_chain
 from blockpilot.text.prompts import read_prompts

@@ -56,7 +56,8 @@ from blockpilot.pilots.fixed import FixedPilot, TreePilot
 from blockpilot.pilots.prefill import PrefillPilot
 from blockpilot.pilots.registry import load_pilot
 from blockpilot.pilots.step import StepPilot
-from blockpilot.replay.collect import Clock, Collector
+from blockpilot.replay.collect import Clock
+from blockpilot.replay.collector import Collector
 from blockpilot.replay.config import CollectConfig, ReplayRequest
 from blockpilot.replay.simulate import simulate
 

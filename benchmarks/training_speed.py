@@ -23,13 +23,14 @@ from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash, DFlashConfig
 from blockpilot.models.eagle3 import Eagle3, Eagle3Config
 from blockpilot.training.bulk_generation import BulkGenerator, Row
-from blockpilot.training.dflash_objective import DFlashObjectiveConfig
 from blockpilot.training.dflash_training import DFlashTraining
 from blockpilot.training.distributed import join_group
+from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.drafters import initialise, spread_taps
 from blockpilot.training.eagle3_training import Eagle3Training
+from blockpilot.training.objective import DrafterTraining
 from blockpilot.training.responses import Response, ResponseSet
-from blockpilot.training.trainer import LoopConfig, Trainer
+from blockpilot.training.trainer import Trainer
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden": 64, "ffn": 128, "layers": 6, "heads": 4, "kv": 2, "dim": 16, "vocab": 512, "tied": True},
@@ -85,11 +86,10 @@ def make_texts(vocab_size: int, *, count: int, width: int, seed: int) -> Respons
     )
 
 
-def make_objective(kind: str, decoder: Decoder, arguments: argparse.Namespace) -> DFlashTraining | Eagle3Training:
+def make_objective(run: DrafterRun, decoder: Decoder, arguments: argparse.Namespace) -> DrafterTraining:
     from dataclasses import replace
 
-    config, device = decoder.config, arguments.device
-    common = {"is_compiled": device == "cuda", "held_out": None, "width": arguments.width}
+    kind, config, device = run.kind, decoder.config, arguments.device
     if kind == "eagle3":
         rows = min(arguments.head_size or 32000, config.vocab_size)
         shapes = replace(config, architecture="llama", num_layers=1)
@@ -103,7 +103,7 @@ def make_objective(kind: str, decoder: Decoder, arguments: argparse.Namespace) -
             )
         )
         head.draft_token_ids = torch.arange(rows)
-        return Eagle3Training(head.to(device), decoder, num_unrolled=7, **common)
+        return Eagle3Training(head.to(device), decoder, run)
     layers = arguments.layers or 5
     model = DFlash(
         DFlashConfig(
@@ -124,25 +124,25 @@ def make_objective(kind: str, decoder: Decoder, arguments: argparse.Namespace) -
     initialise(model)
     if arguments.head_size:
         model.draft_token_ids = torch.arange(arguments.head_size)
-    return DFlashTraining(
-        model.to(device), decoder, DFlashObjectiveConfig(), num_blocks=arguments.blocks, min_block_size=16, **common
-    )
+    return DFlashTraining(model.to(device), decoder, run)
 
 
 def time_training(kind: str, decoder: Decoder, arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(arguments.device)
     texts = make_texts(decoder.config.vocab_size, count=256, width=arguments.width, seed=1)
-    objective = make_objective(kind, decoder, arguments)
-    config = LoopConfig(
-        num_steps=10_000_000,
+    run = DrafterRun(
+        kind=kind,
+        steps=10_000_000,
         batch_size=arguments.batch_size,
+        blocks=arguments.blocks,
         width=arguments.width,
         optimizer="muon" if device.type == "cuda" else "adamw",
-        log_every=10**9,
         checkpoint_every=10**9,
+        is_compiled=device.type == "cuda",
     )
+    objective = make_objective(run, decoder, arguments)
     with tempfile.TemporaryDirectory() as folder, join_group(device) as group:
-        trainer = Trainer(objective, texts, config, out=Path(folder), device=device, group=group, identity={})
+        trainer = Trainer(objective, texts, run, out=Path(folder), group=group, identity={})
         for _ in range(3):
             trainer._train_step()["loss"].item()
         started = time.perf_counter()

@@ -10,8 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockpilot.pilots.fitting import train_prefill
-from blockpilot.pilots.prefill import PrefillConfig, PrefillNetwork, read_features, sizes_around
+from blockpilot.pilots.prefill import (
+    PrefillConfig,
+    PrefillNetwork,
+    PrefillTraining,
+    read_features,
+    sizes_around,
+    train_prefill,
+)
 from blockpilot.replay.traces import Trace
 from pilot_study.intervals import Bootstrap
 from pilot_study.request_sizes import best_fixed
@@ -101,9 +107,8 @@ def train_variant(variant: Variant, inputs: PrefillInputs, scores: NDArray[Any])
         objective=variant.objective,
     )
     num_epochs = math.ceil(variant.num_steps / math.ceil(len(values) / BATCH_SIZE))
-    return train_prefill(
-        config, values, torch.from_numpy(scores), num_epochs=num_epochs, batch_size=BATCH_SIZE, seed=variant.seed
-    )
+    training = PrefillTraining(num_epochs=num_epochs, batch_size=BATCH_SIZE, seed=variant.seed)
+    return train_prefill(config, values, torch.from_numpy(scores), training)
 
 
 @torch.inference_mode()

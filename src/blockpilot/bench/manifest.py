@@ -23,7 +23,7 @@ from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import hash_file, write_text
 from blockpilot.engine.profile import profile_key
-from blockpilot.models.hub import resolve_folder
+from blockpilot.models.loading import resolve_folder
 
 NAME = "manifest.json"
 PACKAGES = ("torch", "numpy", "numba", "tokenizers")

@@ -103,7 +103,8 @@ def _collect_here(
 ) -> "TraceSet":
     with show_progress(f"loading {arguments.target}") as progress:
         from blockpilot.engine.llm import LLM
-        from blockpilot.replay.collect import collect, encode_requests, require_dflash
+        from blockpilot.replay.collect import collect, encode_requests
+        from blockpilot.replay.collector import require_dflash
 
         llm = LLM(arguments.target, drafter=drafter, pilot="ar", config=engine_config, progress=progress)
     require_dflash(llm)
@@ -212,8 +213,9 @@ def _choose_prompts(arguments: argparse.Namespace) -> "list[PlacedPrompt]":
 
 
 def _describe_source(arguments: argparse.Namespace, drafter: str) -> dict[str, Any]:
-    from blockpilot.models.hub import resolve_folder
-    from blockpilot.replay.provenance import hash_file, hash_weights
+    from blockpilot.core.files import hash_file
+    from blockpilot.models.loading import resolve_folder
+    from blockpilot.replay.collect import hash_weights
 
     return {
         "drafter_sha256": hash_weights(resolve_folder(drafter, what="drafter")),

@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from blockpilot.training.manifests import read_manifest
     from blockpilot.training.setup import load_training_target
     from blockpilot.training.synthesis import synthesize
 
@@ -74,7 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         target = load_training_target(
             arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress
         )
-    manifest = synthesize(config, target, arguments.out, ProgressLines()).read_manifest() or {}
+    synthesize(config, target, arguments.out, ProgressLines())
+    manifest = read_manifest(arguments.out) or {}
     counts = {key: manifest[key] for key in ("num_texts", "num_answer_tokens", "num_shards")}
     if arguments.json:
         print_json({"out": str(arguments.out), **counts})

@@ -108,9 +108,8 @@ def _fit_step(
     arguments: argparse.Namespace, train: "TraceGroup", test: "TraceGroup"
 ) -> "tuple[list[Pilot], dict[str, Any]]":
     from blockpilot.pilots.files import save_pilot
-    from blockpilot.replay.pilot_report import judge_calibration
+    from blockpilot.replay.pilot_report import draw_reliability, judge_calibration
     from blockpilot.replay.pilot_training import train_step
-    from blockpilot.replay.reliability_figure import draw_reliability
 
     with show_progress("fitting"):
         tree, chain = train_step(train)

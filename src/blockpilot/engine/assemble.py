@@ -22,7 +22,7 @@ from blockpilot.models import dflash_format, eagle3_format
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.eagle3 import Eagle3
-from blockpilot.models.hub import resolve_folder
+from blockpilot.models.loading import resolve_folder
 from blockpilot.models.packing import pack_linear
 from blockpilot.models.weights import read_config
 

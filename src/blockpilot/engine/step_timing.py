@@ -1,7 +1,7 @@
 """Times steps with the engine's own executors.
 
-Slots are filled with random tokens; then steps with drafts of several sizes and checks of several sizes run in turns, in
-a new order every round, so that drift hits all alike. On the host a step is timed stage by stage; what the pilot does
+Slots are filled with random tokens; then steps with drafts and checks of several sizes run in turns, in a new order
+every round, so that drift hits all alike. On the host a step is timed stage by stage; what the pilot does
 for it is part of the check. On a device steps follow each other as they do in decoding, and what counts is their pace.
 Caches are rewound behind every step, so the context stays as long as it is.
 """

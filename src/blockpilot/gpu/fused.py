@@ -22,10 +22,9 @@ from blockpilot.gpu.interface import (
     Rope,
     find_kernels,
 )
-from blockpilot.models.decoder import Decoder
+from blockpilot.models.decoder import MLP, Attention, Decoder, DecoderLayer, MoE, RMSNorm, Rotary
 from blockpilot.models.dflash import BlockConvolution, DFlash, DraftLayer
 from blockpilot.models.eagle3 import Eagle3
-from blockpilot.models.layers import MLP, Attention, DecoderLayer, MoE, RMSNorm, Rotary
 
 
 class FusedLayers:

@@ -216,7 +216,7 @@ class Kernels(Protocol):
         """Queries [N, H, D], normalised and rotated; the cache gets the new rows of keys and values."""
 
     def rotate_attend(self, qkv: Parts, layer: AttentionLayer, inputs: PassInputs, num_splits: int) -> Tensor:
-        """Mixed values [N, H * D]; the cache gets the new rows. `num_splits` only tells a GPU how to spread the work."""
+        """Mixed values [N, H * D]; the cache gets the new rows. `num_splits` tells a GPU how to spread the work."""
 
     def choose_splits(
         self, num_requests: int, num_kv_heads: int, num_queries: int, dim: int, num_processors: int, context: int
@@ -229,7 +229,7 @@ class Kernels(Protocol):
         """A drafter's keys and values [N, layers * 2 * Hkv * D] into its cache."""
 
     def move_rows(self, rows: Tensor, slots: Tensor, starts: Tensor, paths: Tensor, counts: Tensor) -> None:
-        """Gather accepted rows [layers, 2, slots, Hkv, capacity, D] behind each slot's start: paths[r, i] to place i."""
+        """Gather accepted rows [layers, 2, slots, Hkv, capacity, D] behind each slot's start: paths[r, i] to i."""
 
     def rank_tokens(
         self, logits: Tensor, num_best: int, names: Tensor | None = None, noise: Noise | None = None

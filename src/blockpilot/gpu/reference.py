@@ -205,7 +205,7 @@ def send(source: Tensor, place: Tensor) -> None:
 def grow_trees(
     draft: Draft[Tensor], rules: TreeRules, limits: TreeLimits, trees: PassInputs, parents: Tensor, report: Tensor
 ) -> None:
-    """By the pilots' own growth. Its paths are float64, a GPU's float32: nearly equal nodes may come in another order."""
+    """By the pilots' own growth. Paths are float64, a GPU's float32: nearly equal nodes may come in another order."""
     count = parents.shape[1]
     arrays = draft.map(lambda part: part.cpu().numpy())
     for request, (most_nodes, depth) in enumerate(limits.limits.tolist()):

@@ -10,7 +10,6 @@ side in one vector, every code is read and converted once, and the sums of up to
 the vectors where the machine's are shorter.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,29 +23,36 @@ ROWS = 16  # rows per group: the lanes of one vector
 BLOCK = 32  # weights that share a scale and an offset
 MAX_TILE = 8  # tokens whose sums fit into registers
 
-Array = NDArray[np.float32]
+_Array = NDArray[np.float32]
 
 
-def _make_tile(num_tokens: int) -> Callable[..., None]:
-    """A kernel for one group of rows times `num_tokens` tokens.
+@intrinsic
+def _tile(typingctx, codes, scales, offsets, x, x_sums, out, places, num_tokens):  # type: ignore[no-untyped-def]
+    """One group of rows times 1 .. MAX_TILE tokens, with code of its own for each number of tokens.
 
-    Its arguments are flat arrays, then where in each to start, the number of blocks, and the distance from one token to
-    the next in x, x_sums and out.
+    The arguments are flat arrays, then `places`: where in each to start, the number of blocks, and the distance from
+    one token to the next in x, x_sums and out.
     """
+    return types.void(codes, scales, offsets, x, x_sums, out, places, num_tokens), _emit_tiles
+
+
+def _emit_tiles(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """LLVM code of all tiles, and the switch between them."""
+    end = builder.append_basic_block("end")
+    switch = builder.switch(args[7], end)
+    for num_tokens in range(1, MAX_TILE + 1):
+        block = builder.append_basic_block(f"tile_{num_tokens}")
+        switch.add_case(ir.Constant(args[7].type, num_tokens), block)
+        builder.position_at_end(block)
+        _emit_tile(context, builder, signature, args, num_tokens)
+        builder.branch(end)
+    builder.position_at_end(end)
+    return context.get_dummy_value()
+
+
+def _emit_tile(context: Any, builder: Any, signature: Any, args: Any, num_tokens: int) -> None:
+    """LLVM code of the tile for one number of tokens."""
     num_ways = max(1, MAX_TILE // 2 // num_tokens)  # independent sums per token, so that no addition waits for the last
-
-    @intrinsic
-    def tile(typingctx, codes, scales, offsets, x, x_sums, out, places):  # type: ignore[no-untyped-def]
-        signature = types.void(codes, scales, offsets, x, x_sums, out, places)
-        return signature, lambda context, builder, sig, args: _emit_tile(
-            context, builder, sig, args, num_tokens=num_tokens, num_ways=num_ways
-        )
-
-    return tile
-
-
-def _emit_tile(context: Any, builder: Any, signature: Any, args: Any, *, num_tokens: int, num_ways: int) -> Any:
-    """LLVM code of a tile."""
     codes, scales, offsets, x, x_sums, out = (
         context.make_array(kind)(context, builder, value).data
         for kind, value in zip(signature.args[:6], args[:6], strict=True)
@@ -102,10 +108,6 @@ def _emit_tile(context: Any, builder: Any, signature: Any, args: Any, *, num_tok
     for t in tokens:
         pointer = builder.bitcast(builder.gep(out, [step(out_at, t, out_stride)]), floats.as_pointer())
         builder.store(builder.load(totals[t]), pointer, align=4)
-    return context.get_dummy_value()
-
-
-_tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6, _tile_7, _tile_8 = (_make_tile(n) for n in range(1, MAX_TILE + 1))
 
 
 def _multiply(codes, scales, offsets, x, out, num_parts):  # type: ignore[no-untyped-def]  # pragma: no cover
@@ -119,34 +121,15 @@ def _multiply(codes, scales, offsets, x, out, num_parts):  # type: ignore[no-unt
             for j in range(BLOCK):
                 total += x[t, b * BLOCK + j]
             x_sums[t, b] = total
-    arrays = codes, scales, offsets, x, x_sums, out
     for part in prange(num_parts):
         for g in range(part * num_groups // num_parts, (part + 1) * num_groups // num_parts):
             code_at, scale_at = g * num_blocks * BLOCK * ROWS, g * num_blocks * ROWS
-            t = 0
-            while t < num_tokens:
-                left = num_tokens - t
+            for t in range(0, num_tokens, MAX_TILE):
                 places = (
                     code_at, scale_at, t * width, t * num_blocks, g * ROWS + t * num_rows,
                     num_blocks, width, num_blocks, num_rows,
                 )  # fmt: skip
-                if left >= 8:
-                    _tile_8(*arrays, places)
-                elif left == 7:
-                    _tile_7(*arrays, places)
-                elif left == 6:
-                    _tile_6(*arrays, places)
-                elif left == 5:
-                    _tile_5(*arrays, places)
-                elif left == 4:
-                    _tile_4(*arrays, places)
-                elif left == 3:
-                    _tile_3(*arrays, places)
-                elif left == 2:
-                    _tile_2(*arrays, places)
-                else:
-                    _tile_1(*arrays, places)
-                t += 8
+                _tile(codes, scales, offsets, x, x_sums, out, places, min(num_tokens - t, MAX_TILE))  # type: ignore[call-arg]
 
 
 # With one thread the parallel form must not run: it would wake a whole pool that spins beside the one that works.
@@ -155,7 +138,7 @@ _parallel = njit(fastmath=True, nogil=True, parallel=True, cache=True)(_multiply
 
 
 def multiply(
-    codes: NDArray[np.int8], scales: Array, offsets: Array, x: Array, out: Array, num_threads: int
+    codes: NDArray[np.int8], scales: _Array, offsets: _Array, x: _Array, out: _Array, num_threads: int
 ) -> None:  # the arrays are described in `_multiply`
     if num_threads == 1:
         _serial(codes, scales, offsets, x, out, 1)

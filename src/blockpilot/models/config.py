@@ -1,14 +1,26 @@
-"""Shapes of the models we run, read from Hugging Face configs.
+"""Shapes of the models we run, read from Hugging Face configs and written as such.
 
 One `DecoderConfig` describes Llama, Qwen3 and Qwen3-MoE by switches, and the layers of a DFlash drafter too. Reading is
 strict about what we cannot run: an unsupported option is an error that names the key, never a silent approximation.
+Readers of what we write disagree on where rotary settings stand: older ones read `rope_theta` and `rope_scaling`, newer
+ones `rope_parameters`. Both are written.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from blockpilot.core.errors import InputError
 
+_SHAPE_KEYS = {  # ours and theirs
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
 
 
@@ -77,24 +89,17 @@ def parse_layer_shapes(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """The keys that targets and drafters share."""
     _refuse_unsupported(raw, where)
     try:
-        num_heads = int(raw["num_attention_heads"])
-        hidden_size = int(raw["hidden_size"])
-        shapes = {
-            "vocab_size": int(raw["vocab_size"]),
-            "hidden_size": hidden_size,
-            "intermediate_size": int(raw["intermediate_size"]),
-            "num_layers": int(raw["num_hidden_layers"]),
-            "num_heads": num_heads,
-            "num_kv_heads": int(raw.get("num_key_value_heads") or num_heads),
-            "head_dim": int(raw.get("head_dim") or hidden_size // num_heads),
-            "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
-            "context_length": int(raw["max_position_embeddings"]),
-        }
+        shapes: dict[str, Any] = {ours: int(raw[theirs]) for ours, theirs in _SHAPE_KEYS.items()}
+        num_heads = shapes["num_heads"]
+        shapes["num_kv_heads"] = int(raw.get("num_key_value_heads") or num_heads)
+        shapes["head_dim"] = int(raw.get("head_dim") or shapes["hidden_size"] // num_heads)
+        shapes["norm_eps"] = float(raw.get("rms_norm_eps", 1e-6))
+        shapes["context_length"] = int(raw["max_position_embeddings"])
     except KeyError as error:
         raise InputError(f"{where}: key {error.args[0]!r} is missing") from error
     except (TypeError, ValueError) as error:
         raise InputError(f"{where}: {error}") from error
-    if shapes["num_heads"] % shapes["num_kv_heads"]:
+    if num_heads % shapes["num_kv_heads"]:
         raise InputError(
             f"{where}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {shapes['num_kv_heads']}"
         )
@@ -149,3 +154,88 @@ def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
+
+
+def decoder_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Our configuration as a Hugging Face config.json: the inverse of `parse_decoder_config`."""
+    names = {ours: theirs for theirs, ours in ARCHITECTURES.items()}
+    dtype_name = str(dtype).removeprefix("torch.")
+    raw: dict[str, Any] = {
+        "architectures": [names[config.architecture]],
+        "model_type": config.architecture,
+        "dtype": dtype_name,
+        "torch_dtype": dtype_name,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": _single_or_list(config.eos_token_ids),
+        "tie_word_embeddings": config.is_tied,
+    }
+    raw |= layer_shapes_dict(config)
+    return raw if config.moe is None else raw | _moe_dict(config.moe)
+
+
+def layer_shapes_dict(config: DecoderConfig) -> dict[str, Any]:
+    """The keys that targets and drafters share."""
+    return {
+        **{theirs: getattr(config, ours) for ours, theirs in _SHAPE_KEYS.items()},
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.context_length,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        **_rope_dict(config.rope),
+    }
+
+
+def _rope_dict(rope: RopeConfig) -> dict[str, Any]:
+    scaling: dict[str, Any] = {"rope_type": rope.kind}
+    if rope.kind != "default":
+        scaling["factor"] = rope.factor
+    if rope.kind == "llama3":
+        scaling["low_freq_factor"] = rope.low_freq_factor
+        scaling["high_freq_factor"] = rope.high_freq_factor
+        scaling["original_max_position_embeddings"] = rope.original_context_length
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": None if rope.kind == "default" else scaling,
+        "rope_parameters": {"rope_theta": rope.theta, **scaling},
+    }
+
+
+def _moe_dict(moe: MoeConfig) -> dict[str, Any]:
+    return {
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_active,
+        "moe_intermediate_size": moe.intermediate_size,
+        "norm_topk_prob": moe.is_normalized,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(moe.dense_layers),
+    }
+
+
+def _single_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
+    if not ids:
+        return None
+    return ids[0] if len(ids) == 1 else list(ids)
+
+
+def require_equal(name: str, pairs: Mapping[str, tuple[int | None, int]]) -> None:
+    """Refuse a drafter of another target: where shapes happen to agree it would run, and nothing be accepted.
+
+    `pairs` maps a field to its value in the drafter (None: its checkpoint does not say) and in the target.
+    """
+    for field, (ours, theirs) in pairs.items():
+        if ours is not None and ours != theirs:
+            raise InputError(
+                f"drafter {name} does not fit its target: {field} is {ours} in the drafter and {theirs} in the target"
+            )
+
+
+def require_layers(name: str, field: str, layers: Sequence[int], num_layers: int) -> None:
+    """`layers` are 0-based target layers whose outputs the drafter reads; `field` is what its config calls them."""
+    beyond = [layer for layer in layers if not 0 <= layer < num_layers]
+    if beyond:
+        raise InputError(f"drafter {name} does not fit its target: {field} {beyond} of {num_layers} layers")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockpilot.models.config import DecoderConfig
-from blockpilot.models.layers import MLP, Attend, Attention, RMSNorm, Rotary, apply_rotary
+from blockpilot.models.decoder import MLP, Attend, Attention, RMSNorm, Rotary, apply_rotary
 
 
 @dataclass(frozen=True, kw_only=True)

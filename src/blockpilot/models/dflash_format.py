@@ -13,11 +13,15 @@ from torch import Tensor
 
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import ensure_folder, write_text
-from blockpilot.models.config import DecoderConfig, parse_layer_shapes
+from blockpilot.models.config import (
+    DecoderConfig,
+    layer_shapes_dict,
+    parse_layer_shapes,
+    require_equal,
+    require_layers,
+)
 from blockpilot.models.dflash import DFlash, DFlashConfig
-from blockpilot.models.drafter_fit import require_equal, require_layers
-from blockpilot.models.hf_config import layer_shapes_dict
-from blockpilot.models.hub import resolve_folder
+from blockpilot.models.loading import resolve_folder
 from blockpilot.models.tensor_files import read_safetensors_folder, write_safetensors_folder
 from blockpilot.models.weights import (
     NameTable,

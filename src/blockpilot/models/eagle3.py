@@ -12,10 +12,7 @@ Rotary positions are those of the hidden state, one less than those of the token
 The state that is fed back is the layer's output before the final norm; `logits` norms it for the head, whose rows are
 a part of the target's vocabulary (`draft_token_ids`).
 
-Training on a text of T tokens: `embeddings` of tokens 1 .. T-1, `fuse` of the taps of 0 .. T-2 and positions 0 .. T-2
-in one causal call give outputs whose row i predicts token i + 2. Unrolled step s repeats the call with the hidden of
-row i replaced by the output of row i - 1 of step s - 1; its row i sees the first call's rows up to i - s, and of each
-later step k its own chain's row i - s + k.
+Training unrolls the loop from every position of a text at once (`training/text_passes.py`).
 """
 
 from dataclasses import dataclass
@@ -24,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from blockpilot.models.config import DecoderConfig
-from blockpilot.models.layers import MLP, Attend, Attention, RMSNorm, Rotary
+from blockpilot.models.decoder import MLP, Attend, Attention, RMSNorm, Rotary
 
 NUM_TAPS = 3
 
@@ -40,7 +37,7 @@ class Eagle3Config:
     is_residual_normed: bool = False  # speculators' norm_before_residual: the skip connection carries the normed hidden
 
 
-class Eagle3Layer(nn.Module):
+class _Eagle3Layer(nn.Module):
     """A Llama layer whose attention reads the normed embedding beside the normed hidden state."""
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -73,7 +70,7 @@ class Eagle3(nn.Module):
         self.config = config
         shapes = config.layers
         self.fc = nn.Linear(NUM_TAPS * config.target_hidden_size, shapes.hidden_size, bias=False)
-        self.midlayer = Eagle3Layer(config)
+        self.midlayer = _Eagle3Layer(config)
         self.norm = RMSNorm(shapes.hidden_size, shapes.norm_eps)
         self.lm_head = nn.Linear(shapes.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(shapes.rope, shapes.head_dim)
@@ -98,9 +95,3 @@ class Eagle3(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, draft vocab] of outputs [N, H]; column j stands for the target's token `draft_token_ids[j]`."""
         return self.lm_head(self.norm(hidden))
-
-    def draft_rows(self) -> Tensor:
-        """For every id of the target [V], the row of the drafter's head, or -1 where it has none: training labels."""
-        rows = torch.full((self.config.layers.vocab_size,), -1, device=self.draft_token_ids.device)
-        rows[self.draft_token_ids] = torch.arange(self.config.draft_vocab_size, device=rows.device)
-        return rows

@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
 from blockpilot.models.block_codes import BlockCodes, decode_blocks
-from blockpilot.models.config import DecoderConfig, MoeConfig
-from blockpilot.models.decoder import Decoder
-from blockpilot.models.gguf_rope import rope_from_gguf
+from blockpilot.models.config import DecoderConfig, MoeConfig, RopeConfig
+from blockpilot.models.decoder import Decoder, rope_frequencies
 from blockpilot.models.weights import build_decoder, decoder_names
 from blockpilot.text.tokenizer import Tokenizer
 
-MAGIC = b"GGUF"
+_MAGIC = b"GGUF"
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
-TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_NAMES = {
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -38,8 +37,8 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-ROPE_FACTORS = "rope_freqs.weight"
+_EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_ROPE_FACTORS = "rope_freqs.weight"
 
 
 def load_decoder_gguf(path: Path, dtype: torch.dtype) -> tuple[Decoder, Tokenizer]:
@@ -72,7 +71,7 @@ def _open(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             magic = file.read(4)
-        if magic != MAGIC:
+        if magic != _MAGIC:
             raise InputError(f"{path} is not a GGUF file (it starts with {magic!r})")
         reader = _reader_class()(path)
     except OSError as error:
@@ -109,7 +108,7 @@ class GgufTensors(Mapping[str, Tensor]):
         self.interleaved_heads: dict[str, int] = {}  # projection -> heads, where rows are in llama.cpp's order
         self.rope_factors: Tensor | None = None
         for tensor in reader.tensors:
-            if tensor.name == ROPE_FACTORS:
+            if tensor.name == _ROPE_FACTORS:
                 self.rope_factors = self._dequantize(tensor, None)
             else:
                 self._add(tensor)
@@ -118,20 +117,20 @@ class GgufTensors(Mapping[str, Tensor]):
         stem = tensor.name.removesuffix(".weight")
         kind, _, rest = stem.partition(".")
         index, _, leaf = rest.partition(".")
-        if leaf in EXPERT_NAMES and kind == "blk":
+        if leaf in _EXPERT_NAMES and kind == "blk":
             for expert in range(int(tensor.shape[-1])):
-                name = f"model.layers.{index}.mlp.experts.{expert}.{EXPERT_NAMES[leaf]}.weight"
+                name = f"model.layers.{index}.mlp.experts.{expert}.{_EXPERT_NAMES[leaf]}.weight"
                 self._sources[name] = (tensor, expert)
-        elif leaf in LAYER_NAMES and kind == "blk" and tensor.name.endswith(".weight"):
-            self._sources[f"model.layers.{index}.{LAYER_NAMES[leaf]}.weight"] = (tensor, None)
+        elif leaf in _LAYER_NAMES and kind == "blk" and tensor.name.endswith(".weight"):
+            self._sources[f"model.layers.{index}.{_LAYER_NAMES[leaf]}.weight"] = (tensor, None)
         else:  # an unknown name stays as it is, to be reported as unexpected
-            known = tensor.name.endswith(".weight") and stem in TOP_NAMES
-            self._sources[f"{TOP_NAMES[stem]}.weight" if known else tensor.name] = (tensor, None)
+            known = tensor.name.endswith(".weight") and stem in _TOP_NAMES
+            self._sources[f"{_TOP_NAMES[stem]}.weight" if known else tensor.name] = (tensor, None)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._dequantize(*self._sources[name])
         num_heads = self.interleaved_heads.get(name.split(".")[-2])
-        return restore_row_order(tensor, num_heads) if num_heads else tensor
+        return _restore_row_order(tensor, num_heads) if num_heads else tensor
 
     def codes(self, name: str) -> BlockCodes | None:
         """The tensor's codes in our row order; None where it is not stored in blocks of 32."""
@@ -141,7 +140,7 @@ class GgufTensors(Mapping[str, Tensor]):
         num_heads = self.interleaved_heads.get(name.split(".")[-2])
         if codes is None or not num_heads:
             return codes
-        return codes.rows(restore_row_order(torch.arange(len(codes.codes))[:, None], num_heads)[:, 0].numpy())
+        return codes.rows(_restore_row_order(torch.arange(len(codes.codes))[:, None], num_heads)[:, 0].numpy())
 
     def _dequantize(self, tensor: Any, expert: int | None) -> Tensor:
         import gguf
@@ -162,7 +161,7 @@ class GgufTensors(Mapping[str, Tensor]):
         return len(self._sources)
 
 
-def restore_row_order(weight: Tensor, num_heads: int) -> Tensor:
+def _restore_row_order(weight: Tensor, num_heads: int) -> Tensor:
     """llama.cpp pairs neighbouring rows for its rotary embedding; ours pairs row i with row i + D/2 of the head."""
     rows = weight.shape[0]
     halves = weight.reshape(num_heads, rows // num_heads // 2, 2, -1)
@@ -182,7 +181,7 @@ def _parse_config(
     except KeyError as error:
         raise InputError(f"{where}: field {name}.{error.args[0]} is missing") from error
     _refuse_unsupported(settings, name=name, head_dim=shapes["head_dim"], where=where)
-    rope = rope_from_gguf(settings, head_dim=shapes["head_dim"], factors=tensors.rope_factors, where=where)
+    rope = _parse_rope(settings, head_dim=shapes["head_dim"], factors=tensors.rope_factors, where=where)
     return DecoderConfig(
         architecture=ARCHITECTURES[name],
         vocab_size=len(fields["tokenizer.ggml.tokens"]),
@@ -227,3 +226,37 @@ def _refuse_unsupported(settings: Mapping[str, Any], *, name: str, head_dim: int
         raise InputError(f"{where}: sliding-window attention is not supported")
     if name != "qwen3moe" and settings.get("expert_count"):
         raise InputError(f"{where}: experts are supported for qwen3moe only, not for {name}")
+
+
+def _parse_rope(settings: Mapping[str, Any], *, head_dim: int, factors: Tensor | None, where: str) -> RopeConfig:
+    """`settings` are the fields below the architecture's name, `factors` the tensor rope_freqs.weight."""
+    theta = float(settings.get("rope.freq_base", 10000.0))
+    kind = settings.get("rope.scaling.type", "none")
+    if kind not in ("none", "linear"):
+        raise InputError(f"{where}: rope scaling {kind!r} is not supported; known: none, linear, llama3")
+    if factors is not None:
+        if kind == "linear":
+            raise InputError(f"{where}: linear rope scaling together with rope_freqs.weight is not supported")
+        return _recover_llama3(theta, head_dim=head_dim, factors=factors, where=where)
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind="linear", factor=float(settings.get("rope.scaling.factor", 1.0)))
+    return RopeConfig(theta=theta)
+
+
+def _recover_llama3(theta: float, *, head_dim: int, factors: Tensor, where: str) -> RopeConfig:
+    """The numbers behind Llama 3's scaling, which a config.json must hold.
+
+    llama.cpp evaluates the formula once and stores one divisor per frequency. The largest divisor is the factor, the
+    other three numbers are the same in every Llama 3 release. If the formula then gives the stored divisors, it is
+    right; otherwise the file uses a scaling we do not know, and is refused.
+    """
+    plain = RopeConfig(theta=theta)
+    if factors.numel() != head_dim // 2:
+        raise InputError(f"{where}: rope_freqs.weight has {factors.numel()} values, expected {head_dim // 2}")
+    if bool((factors == 1).all()):
+        return plain
+    scaled = RopeConfig(theta=theta, kind="llama3", factor=round(float(factors.max()), 4))
+    expected = rope_frequencies(plain, head_dim) / rope_frequencies(scaled, head_dim)
+    if not torch.allclose(factors, expected, rtol=1e-3):
+        raise InputError(f"{where}: rope_freqs.weight follows no known scaling; use the Hugging Face folder instead")
+    return scaled

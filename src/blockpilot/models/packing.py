@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
 from blockpilot.models.block_codes import BLOCK, BlockCodes, BlockLinear, BlockNorm, compile_kernels
-from blockpilot.models.layers import RMSNorm
+from blockpilot.models.decoder import RMSNorm
 
 REVISION = 11  # of how steps run and are timed: raise it when that changes, and step costs are measured anew
 BACKENDS = ("auto", "blocks", "mkldnn", "plain")

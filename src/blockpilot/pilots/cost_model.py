@@ -6,8 +6,8 @@ tokens of all requests together, on how many requests they belong to, and on the
     ms = curve of the batch size (total tokens) + (per_request * batch size + per_token * total tokens) * context
 
 Each curve is the isotonic fit of its measured points (more tokens never cost less), straight between them and beyond.
-Between measured batch sizes curves are mixed linearly. Where checks are padded to certain sizes costs rise in stairs.
-`StepCosts.linear` makes the same object for a load that is only imagined.
+Between measured batch sizes curves are mixed linearly. Where a pass is padded to the next of some sizes, costs rise in
+steps. `StepCosts.linear` makes the same object for a load that is only imagined.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,11 +48,10 @@ class FitError:
     spread: float  # mean spread of repeated measures
 
 
-class CostSurface:
+class _CostSurface:
     """Milliseconds over tokens per request, batch size and context length."""
 
     def __init__(self, points: Sequence[CostPoint]) -> None:
-        self.points = points
         self.per_request, self.per_token = _context_slopes(points)
         self.curves = {
             size: _Curve(
@@ -116,7 +115,7 @@ class _Curve:
         self.x, places = np.unique(np.array(totals, dtype=np.float64), return_inverse=True)
         counts = np.bincount(places)
         self.measured: Values = np.bincount(places, weights=ms) / counts
-        self.y = isotonic(self.measured, counts)
+        self.y = _isotonic(self.measured, counts)
         first, last = min(1, len(self.x) - 1), max(len(self.x) - 3, 0)  # two segments: one may be a plateau of noise
         self.slope_below = _slope(self.x, self.y, 0, first)
         self.slope_above = _slope(self.x, self.y, last, len(self.x) - 1)
@@ -141,9 +140,9 @@ class _Curve:
 class StepCosts:
     draft: tuple[CostPoint, ...] = ()
     verify: tuple[CostPoint, ...] = ()
-    overhead_ms: float = 0.0  # the rest of a step: commit, and the drafter's look at what was kept
+    overhead_ms: float = 0.0  # the rest of a step: committing tokens, and the drafter reading what was accepted
     key: Mapping[str, Any] = field(default_factory=dict, compare=False)  # of what, and where it was measured
-    padding: tuple[int, ...] = ()  # tokens to which all checks of a batch are rounded up together; none: as they are
+    padding: tuple[int, ...] = ()  # sizes that the tokens of a verify are padded to; empty: no padding
 
     def __post_init__(self) -> None:
         points = (*self.draft, *self.verify)
@@ -187,7 +186,7 @@ class StepCosts:
         return next((size for size in self.padding if size >= tokens), tokens)
 
     def step_ms(self, block_size: int, tokens: int, batch_size: int = 1, context_length: int = 256) -> float:
-        """A whole step. One that does not draft (block size 0 or 1) still has the overhead if a drafter looks on."""
+        """A whole step. One that does not draft (block size 0 or 1) still has the overhead if a drafter observes it."""
         passes = self.draft_ms(block_size, batch_size) + self.verify_ms(tokens, batch_size, context_length)
         return passes + self.overhead_ms
 
@@ -198,18 +197,12 @@ class StepCosts:
         return FitError(float(np.mean(errors or [0.0])), float(max(errors, default=0.0)), float(np.mean(spreads)))
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "key": dict(self.key),
-            "overhead_ms": self.overhead_ms,
-            "draft": [asdict(point) for point in self.draft],
-            "verify": [asdict(point) for point in self.verify],
-            "padding": list(self.padding),
-        }
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "StepCosts":
         try:
-            if unknown := set(values) - {"key", "overhead_ms", "draft", "verify", "padding"}:
+            if unknown := set(values) - set(cls.__dataclass_fields__):
                 raise InputError(f"step costs: unknown field {sorted(unknown)[0]!r}")
             draft, verify = (tuple(CostPoint(**point) for point in values[name]) for name in ("draft", "verify"))
             padding = tuple(map(int, values.get("padding", ())))
@@ -223,15 +216,15 @@ class StepCosts:
         return np.array([self._padded(tokens) - 1 for tokens in range(1, MAX_TREE_NODES + 2)])
 
     @cached_property
-    def _draft(self) -> CostSurface:
-        return CostSurface(self.draft)
+    def _draft(self) -> _CostSurface:
+        return _CostSurface(self.draft)
 
     @cached_property
-    def _verify(self) -> CostSurface:
-        return CostSurface(self.verify)
+    def _verify(self) -> _CostSurface:
+        return _CostSurface(self.verify)
 
 
-def isotonic(values: Values, weights: Iterable[float]) -> Values:
+def _isotonic(values: Values, weights: Iterable[float]) -> Values:
     """The increasing sequence nearest to `values`: neighbours in the wrong order are replaced by their mean."""
     blocks: list[tuple[float, float, int]] = []  # (mean, weight, how many)
     for value, weight in zip(values.tolist(), weights, strict=True):

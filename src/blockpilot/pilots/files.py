@@ -25,9 +25,10 @@ from blockpilot.pilots.step import StepPilot
 if TYPE_CHECKING:
     from blockpilot.pilots.prefill import PrefillPilot
 
-SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 1
 KINDS = ("step", "prefill")
 SAMPLED = "sampled_calibration"  # the array for temperatures above 0
+_FORECASTS = ("tree_forecast", "chain_forecast")  # their arrays, by `is_chain`
 Arrays = dict[str, Any]
 
 
@@ -42,7 +43,7 @@ class PilotCard:
     config: Mapping[str, Any]
     training: Mapping[str, Any]  # facts about the fit, for people
     sha256: str
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = _SCHEMA_VERSION
 
 
 def save_pilot(
@@ -67,7 +68,7 @@ def save_pilot(
         arrays[SAMPLED] = pilots[0].sampled.weights
     for pilot in pilots:
         if pilot.forecast is not None and pilot.forecast.weights is not None:
-            arrays[_forecast_name(is_chain=pilot.is_chain)] = pilot.forecast.weights
+            arrays[_FORECASTS[pilot.is_chain]] = pilot.forecast.weights
     _write(folder, arrays, pair | {"kind": "step", "sizes": pilots[0].draft_sizes, "config": {}})
 
 
@@ -111,8 +112,8 @@ def read_card(folder: Path) -> PilotCard:
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON: {error}") from error
     version = values.get("schema_version") if isinstance(values, dict) else None
-    if version != SCHEMA_VERSION:
-        raise InputError(f"{path} has schema_version {version!r}, and this package reads {SCHEMA_VERSION}")
+    if version != _SCHEMA_VERSION:
+        raise InputError(f"{path} has schema_version {version!r}, and this package reads {_SCHEMA_VERSION}")
     if difference := {field.name for field in fields(PilotCard)} ^ set(values):
         raise InputError(f"{path}: field {sorted(difference)[0]!r} is unknown or missing")
     sizes = values["sizes"]
@@ -146,19 +147,19 @@ def _read_arrays(folder: Path, card: PilotCard) -> Arrays:
 
 
 def _build_step(card: PilotCard, arrays: Arrays, costs: StepCosts, *, is_chain: bool, name: str) -> StepPilot:
-    calibrations = [arrays["calibration"], *([arrays[SAMPLED]] if SAMPLED in arrays else [])]
-    for weights in calibrations:
+    calibrations = {name: Calibration(arrays[name]) for name in ("calibration", SAMPLED) if name in arrays}
+    for weights in (calibration.weights for calibration in calibrations.values()):
         if weights.ndim != 2 or weights.shape[1] != len(FEATURES):
             raise ValueError(f"a calibration has the shape {weights.shape}, and [depths, {len(FEATURES)}] is needed")
-    fitted = arrays.get(_forecast_name(is_chain=is_chain))
+    fitted = arrays.get(_FORECASTS[is_chain])
     forecast = None if fitted is None else Forecast(card.sizes, is_chain, fitted.shape[-2], fitted)
     return StepPilot(
-        Calibration(calibrations[0]),
+        calibrations["calibration"],
         costs,
         is_chain=is_chain,
         draft_sizes=card.sizes,
         forecast=forecast,
-        sampled=Calibration(calibrations[1]) if len(calibrations) > 1 else None,
+        sampled=calibrations.get(SAMPLED),
         label=name,
     )
 
@@ -171,7 +172,3 @@ def _build_prefill(card: PilotCard, arrays: Arrays, costs: Callable[[], StepCost
     network = PrefillNetwork(PrefillConfig(sizes=card.sizes, **card.config))
     network.load_state_dict({key: torch.from_numpy(array) for key, array in arrays.items()})
     return PrefillPilot(network, costs() if network.config.objective == "tau" else None, name or "prefill")
-
-
-def _forecast_name(*, is_chain: bool) -> str:
-    return "chain_forecast" if is_chain else "tree_forecast"

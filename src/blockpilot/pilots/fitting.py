@@ -2,15 +2,14 @@
 
     fit_calibration   from a drafter's scores to probabilities, on the paths that are right
     fit_forecast      what the next draft brings, from walks through the answers with the pilot's own memory
-    train_prefill     the BlockPilot paper's network
 
-PyTorch is imported inside functions: reading a fitted pilot does not need it.
+PyTorch is imported inside functions: reading traces does not need it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,36 +22,37 @@ from blockpilot.pilots.memory import Recent
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Linear, Module
 
-    from blockpilot.pilots.prefill import PrefillConfig, PrefillNetwork
-
-ABSENT = 255  # true rank of a token that is not among the candidates
-PREFILL_STEPS = 1500  # of training; how long the published pilot was trained is not known
-PREFILL_DECAY = 0.01
-WALK_NODES = 8  # nodes a walk checks per step, about as many as pay on common machines
+ABSENT = 255  # true rank of a token that is not among the candidates, or beyond the answer's end
+Floats = NDArray[np.floating[Any]]
+_WALK_NODES = 8  # nodes a walk checks per step, about as many as pay on common machines
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drafts:
-    """What a drafter offered at one draft size, at every anchor of many answers, one answer after the other."""
+    """What a drafter offered at one draft size, at N anchors: D = size - 1 depths, K candidates, best first."""
 
-    log_probs: NDArray[np.floating[Any]]  # [N, D, K]
-    true_ranks: NDArray[np.uint8]  # [N, D], of the answer's own token
-    starts: Sequence[int]  # where each answer's anchors begin
-    first: NDArray[np.floating[Any]] | None = None  # [N, K]
-    pairwise: NDArray[np.floating[Any]] | None = None  # [N, D-1, K, K]
+    log_probs: Floats  # [N, D, K]
+    true_ranks: NDArray[np.uint8]  # [N, D], rank of the answer's own token
+    first: Floats | None = None  # [N, K], after the anchor; None where positions are independent (plain DFlash)
+    pairwise: Floats | None = None  # [N, D-1, K, K], after each candidate of the position before
+    starts: Sequence[int] = (0,)  # where each answer's anchors begin, one answer after the other
 
     def __len__(self) -> int:
         return len(self.true_ranks)
 
-    def candidates(self, anchor: int) -> HostDraft:
-        """Token ids are ranks."""
-        log_probs = self.log_probs[anchor].astype(np.float32)
-        ids = np.broadcast_to(np.arange(log_probs.shape[1]), log_probs.shape)
+    @property
+    def is_paired(self) -> bool:
+        return self.first is not None and self.pairwise is not None
+
+    def candidates(self, anchor: int, width: int | None = None) -> HostDraft:
+        """The first `width` candidates of every position. Token ids are ranks: pilots only hand them on."""
+        log_probs = self.log_probs[anchor, :, :width].astype(np.float32)
+        ranks = np.broadcast_to(np.arange(log_probs.shape[1]), log_probs.shape)
         if self.first is None or self.pairwise is None:
-            return Draft(ids, log_probs)
-        return Draft(ids, log_probs, self.first[anchor].astype(np.float32), self.pairwise[anchor].astype(np.float32))
+            return Draft(ranks, log_probs)
+        first, pairwise = self.first[anchor, :width], self.pairwise[anchor, :, :width, :width]
+        return Draft(ranks, log_probs, first.astype(np.float32), pairwise.astype(np.float32))
 
 
 def fit_calibration(drafts: Sequence[Drafts], *, l2: float = 1e-3, max_rows: int = 400_000) -> Calibration:
@@ -165,10 +165,10 @@ def _walk_once(
         nodes = grow_nodes(draft, rules)
         hit = mark_hits(nodes, drafts.true_ranks[anchor], num_nodes)
         yield features(recent), hit, sum(nodes.paths)
-        emitted = 1 + int(hit[:WALK_NODES].sum())
+        emitted = 1 + int(hit[:_WALK_NODES].sum())
         recent.record_drafts([nodes.head])
-        depth = max(nodes.depths[:WALK_NODES], default=0)
-        recent.record_steps([(emitted, depth, sum(nodes.paths[:WALK_NODES]))])
+        depth = max(nodes.depths[:_WALK_NODES], default=0)
+        recent.record_steps([(emitted, depth, sum(nodes.paths[:_WALK_NODES]))])
         anchor += emitted
 
 
@@ -201,80 +201,7 @@ def _fit_ranks(features: FloatArray, hits: NDArray[np.bool_], *, num_nodes: int,
     return fitted
 
 
-def train_prefill(
-    config: "PrefillConfig",
-    values: "Tensor",
-    tau: "Tensor",
-    *,
-    num_epochs: int | None = None,
-    batch_size: int = 64,
-    learning_rate: float = 3e-4,
-    seed: int = 0,
-    report: Callable[[int, int], None] | None = None,
-) -> "PrefillNetwork":
-    """`values` [N, V] after prefill (or hidden states [N, H]) and measured `tau` [N, sizes] of the same requests.
-
-    The objective `class` learns which size is best; `tau` learns how much each size brings. `report` hears of every
-    epoch (done, of how many); without a number of epochs there are as many as make `PREFILL_STEPS` steps.
-    """
-    import torch
-
-    from blockpilot.pilots.prefill import PrefillNetwork, read_features
-
-    torch.manual_seed(seed)
-    with values.device:  # a hundred million random numbers are drawn where they are needed
-        network = PrefillNetwork(config).train()
-    features, tau = read_features(values, config.inputs), tau.float().to(values.device)
-    first = UsedColumns(network.layers[0], features)
-    features = features[:, first.used]
-    optimizer = torch.optim.AdamW(network.parameters(), lr=learning_rate, weight_decay=PREFILL_DECAY, fused=True)
-    order = torch.Generator().manual_seed(seed)
-    num_epochs = num_epochs or -(-PREFILL_STEPS // -(-len(tau) // batch_size))
-    for epoch in range(num_epochs):
-        for rows in torch.randperm(len(tau), generator=order).to(values.device).split(batch_size):
-            optimizer.zero_grad()
-            _prefill_loss(network(features[rows]), tau[rows], config.objective).backward()
-            optimizer.step()
-            first.num_steps += 1
-        if report is not None:
-            report(epoch + 1, num_epochs)
-    first.restore(decay=learning_rate * PREFILL_DECAY)
-    return network.eval()
-
-
-def _prefill_loss(scores: "Tensor", tau: "Tensor", objective: str) -> "Tensor":
-    import torch
-
-    if objective == "class":
-        return torch.nn.functional.cross_entropy(scores, tau.argmax(dim=-1))
-    return torch.nn.functional.mse_loss(scores, tau)
-
-
-class UsedColumns:
-    """A first layer cut to the inputs that are not 0 in every row, for as long as it is trained.
-
-    The likeliest first tokens of all requests are a small part of a vocabulary. The other columns have no gradient, so
-    AdamW moves them by its decay alone: training without them gives the same layer in a fraction of the time.
-    """
-
-    def __init__(self, layer: "Module", features: "Tensor") -> None:
-        import torch
-
-        self.layer = cast("Linear", layer)
-        self.whole = self.layer.weight.detach()
-        self.used = features.any(dim=0).nonzero()[:, 0]
-        self.num_steps = 0
-        self.layer.weight = torch.nn.Parameter(self.whole[:, self.used])
-
-    def restore(self, *, decay: float) -> None:
-        import torch
-
-        self.whole.mul_((1 - decay) ** self.num_steps)
-        self.whole[:, self.used] = self.layer.weight.detach()
-        self.layer.weight = torch.nn.Parameter(self.whole)
-
-
-def _minimise(loss: Any, parameters: "Sequence[Tensor]") -> None:
+def _minimise(loss: "Callable[[], Tensor]", parameters: "Sequence[Tensor]") -> None:
     """Full-batch L-BFGS."""
     import torch
 
@@ -284,7 +211,7 @@ def _minimise(loss: Any, parameters: "Sequence[Tensor]") -> None:
 
     def evaluate() -> "Tensor":
         optimizer.zero_grad()
-        value: Tensor = loss()
+        value = loss()
         value.backward()
         return value
 

@@ -8,9 +8,10 @@ second with a residual, cross-entropy over the sizes B-2 .. B+2. The variants of
     objective   class: the likeliest best size; tau: predicted tau of every size, divided by what its step costs
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,10 @@ from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.fixed import select_chains
 
 INPUTS = ("distribution", "normalised", "softmax", "top-k", "hidden")
-OBJECTIVES = ("class", "tau")
-TOP_K = 64
+_OBJECTIVES = ("class", "tau")
+_TOP_K = 64
+_TRAINING_STEPS = 1500  # how long the published pilot was trained is not known
+_WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +39,8 @@ class PrefillConfig:
     objective: str = "class"
 
     def __post_init__(self) -> None:
-        if self.inputs not in INPUTS or self.objective not in OBJECTIVES:
-            known = f"inputs are {', '.join(INPUTS)}, objectives {', '.join(OBJECTIVES)}"
+        if self.inputs not in INPUTS or self.objective not in _OBJECTIVES:
+            known = f"inputs are {', '.join(INPUTS)}, objectives {', '.join(_OBJECTIVES)}"
             raise InputError(f"prefill pilot: no such choice as {self.inputs!r} with {self.objective!r}; {known}")
         if not 1 <= self.num_layers <= 3 or not 1 <= self.hidden_size <= 4096 or not 0 <= self.dropout < 1:
             raise InputError("prefill pilot: 1 to 3 layers of up to 4096, and a dropout below 1")
@@ -46,7 +49,7 @@ class PrefillConfig:
 
     @property
     def num_features(self) -> int:
-        return min(TOP_K, self.input_size) + 1 if self.inputs == "top-k" else self.input_size
+        return min(_TOP_K, self.input_size) + 1 if self.inputs == "top-k" else self.input_size
 
 
 def sizes_around(trained_size: int, reach: int = 2) -> tuple[int, ...]:
@@ -63,7 +66,7 @@ def read_features(values: Tensor, inputs: str) -> Tensor:
         return values.softmax(dim=-1)
     if inputs == "top-k":
         entropy = -(values * values.clamp_min(1e-20).log()).sum(dim=-1, keepdim=True)
-        return torch.cat([values.topk(min(TOP_K, values.shape[-1]), dim=-1).values, entropy], dim=-1)
+        return torch.cat([values.topk(min(_TOP_K, values.shape[-1]), dim=-1).values, entropy], dim=-1)
     return values
 
 
@@ -109,7 +112,7 @@ class PrefillPilot(Pilot):
                 f"the pilot was trained for a target with {config.input_size} inputs ({config.inputs}), and this one "
                 f"gives {values.shape[-1]}"
             )
-        if self.network.head.weight.device != values.device:  # on a GPU reading the weights is all its time
+        if self.network.head.weight.device != values.device:  # on a GPU its time is that of reading the weights
             self.network.to(values.device, torch.bfloat16 if values.is_cuda else torch.float32)
         features = read_features(values, config.inputs)[None].to(self.network.head.weight.dtype)
         scores = self.network(features)[0].tolist()
@@ -130,3 +133,71 @@ class PrefillPilot(Pilot):
             costs = [self.costs.step_ms(size, size, context_length=context_length) for size in sizes]
             scores = [score / cost for score, cost in zip(scores, costs, strict=True)]
         return sizes[max(range(len(sizes)), key=scores.__getitem__)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillTraining:
+    num_epochs: int | None = None  # None: as many as make `_TRAINING_STEPS` steps
+    batch_size: int = 64
+    learning_rate: float = 3e-4
+    seed: int = 0
+
+
+def train_prefill(
+    config: PrefillConfig,
+    values: Tensor,
+    tau: Tensor,
+    training: PrefillTraining,
+    report: Callable[[int, int], None] | None = None,
+) -> PrefillNetwork:
+    """`values` [N, V] after prefill (or hidden states [N, H]) and measured `tau` [N, sizes] of the same requests.
+
+    The objective `class` learns which size is best; `tau` learns how much each size brings. `report` is called
+    after every epoch with the epochs done, and of how many.
+    """
+    torch.manual_seed(training.seed)
+    with values.device:  # a hundred million random numbers are drawn where they are needed
+        network = PrefillNetwork(config).train()
+    features, tau = read_features(values, config.inputs), tau.float().to(values.device)
+    first = _UsedColumns(network.layers[0], features)
+    features = features[:, first.used]
+    rate = training.learning_rate
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=_WEIGHT_DECAY, fused=True)
+    order = torch.Generator().manual_seed(training.seed)
+    num_epochs = training.num_epochs or -(-_TRAINING_STEPS // -(-len(tau) // training.batch_size))
+    for epoch in range(num_epochs):
+        for rows in torch.randperm(len(tau), generator=order).to(values.device).split(training.batch_size):
+            optimizer.zero_grad()
+            _prefill_loss(network(features[rows]), tau[rows], config.objective).backward()
+            optimizer.step()
+            first.num_steps += 1
+        if report is not None:
+            report(epoch + 1, num_epochs)
+    first.restore(decay=rate * _WEIGHT_DECAY)
+    return network.eval()
+
+
+def _prefill_loss(scores: Tensor, tau: Tensor, objective: str) -> Tensor:
+    if objective == "class":
+        return nn.functional.cross_entropy(scores, tau.argmax(dim=-1))
+    return nn.functional.mse_loss(scores, tau)
+
+
+class _UsedColumns:
+    """A first layer cut to the inputs that are not 0 in every row, for as long as it is trained.
+
+    The likeliest first tokens of all requests are a small part of a vocabulary. The other columns have no gradient, so
+    AdamW moves them by its decay alone: training without them gives the same layer in a fraction of the time.
+    """
+
+    def __init__(self, layer: nn.Module, features: Tensor) -> None:
+        self.layer = cast(nn.Linear, layer)
+        self.whole = self.layer.weight.detach()
+        self.used = features.any(dim=0).nonzero()[:, 0]
+        self.num_steps = 0
+        self.layer.weight = nn.Parameter(self.whole[:, self.used])
+
+    def restore(self, *, decay: float) -> None:
+        self.whole.mul_((1 - decay) ** self.num_steps)
+        self.whole[:, self.used] = self.layer.weight.detach()
+        self.layer.weight = nn.Parameter(self.whole)

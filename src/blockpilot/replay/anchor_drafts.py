@@ -2,8 +2,8 @@
 
 The drafter is the one that decodes online, with its packed and rounded weights; `DFlashDrafter.rank` turns logits into
 candidates here as there. The blocks of several answers share a pass, cut so that what attention and the head compute
-stays within bounds. Results stay on the device, so that a GPU works through one pass while the next ones are prepared;
-whoever wants them fetches them for all answers at once.
+stays within bounds. Results stay on the device, so that passes are enqueued without waiting for one another; they are
+copied to the host once, for all answers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,8 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from blockpilot.core.draft import Draft
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
-from blockpilot.replay.anchor_attention import AnchorAttention
-from blockpilot.replay.anchor_blocks import AnchorBlocks, BlockPass
+from blockpilot.replay.anchor_blocks import AnchorAttention, AnchorBlocks, BlockPass
 from blockpilot.replay.finished_text import Reading, pad_ids
 from blockpilot.replay.traces import ABSENT
 
@@ -53,7 +52,7 @@ class AnchorDrafts:
         rankings, entropies = [], []
         for ranking, logits in self._rankings(size, num_candidates):
             rankings.append(ranking)
-            entropies.append(entropy(logits, self.params))
+            entropies.append(_entropy(logits, self.params))
         joined = _join(rankings)
         return self._emitted(joined), {"entropy": torch.cat(entropies), **self._columns(joined, num_candidates)}
 
@@ -134,7 +133,7 @@ class AnchorDrafts:
         return self.ids[self.blocks.texts[:, None], places].masked_fill(depths > self.blocks.remaining[:, None], -1)
 
     def _emitted(self, ranking: Draft[Tensor]) -> Tensor:
-        chain = chain_tokens(ranking)
+        chain = _chain_tokens(ranking)
         accepted = (chain == self._labels(chain.shape[1])).cumprod(dim=-1).sum(dim=-1)
         return torch.minimum(accepted + 1, self.blocks.remaining).to(torch.uint8)
 
@@ -157,7 +156,7 @@ def _join(rankings: Iterable[Draft[Tensor]]) -> Draft[Tensor]:
     return Draft(ids, log_probs, first, pairwise)
 
 
-def chain_tokens(ranking: Draft[Tensor]) -> Tensor:
+def _chain_tokens(ranking: Draft[Tensor]) -> Tensor:
     """The chain that would be checked [N, D]: at every depth the likeliest child of the one chosen before."""
     if ranking.first is None or ranking.pairwise is None:
         return ranking.token_ids[..., 0]
@@ -168,7 +167,7 @@ def chain_tokens(ranking: Draft[Tensor]) -> Tensor:
     return ranking.token_ids.gather(-1, torch.stack(ranks, dim=1)[..., None])[..., 0]
 
 
-def entropy(logits: Tensor, params: SamplingParams) -> Tensor:
+def _entropy(logits: Tensor, params: SamplingParams) -> Tensor:
     """Entropy [...] of logits [..., V] at the request's temperature (1 where it is greedy)."""
     scores = logits.float() if params.is_greedy else logits.float() / params.temperature
     log_mass = scores.logsumexp(dim=-1)

@@ -1,25 +1,26 @@
-"""From prompts to traces: answer once, read the finished text once, draft at every anchor, record.
+"""A collection run: the traces of many prompts in a folder, shard by shard, and who made them.
 
 The answers, the target's pass and the drafts come from the very objects that decode online, with the same packed
 weights. In float32 the recorded lengths are those of online decoding, ties of the drafter excepted; in bfloat16 they
-are an estimate, and the manifest says so.
+are an estimate, and the manifest says so. A run continues only what was made alike.
 """
 
+import hashlib
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from blockpilot.core.errors import InputError
-from blockpilot.decoding.dflash_drafter import DFlashDrafter
+from blockpilot import __version__
+from blockpilot.core.files import hash_file
 from blockpilot.engine.llm import LLM
-from blockpilot.replay.answer_groups import TEXTS_PER_PASS, cut_groups, trace_group
-from blockpilot.replay.answers import answer_limit, choose_answers
+from blockpilot.replay.collector import Collector
 from blockpilot.replay.config import CollectConfig, ReplayRequest
-from blockpilot.replay.provenance import check_run, describe_run
-from blockpilot.replay.trace_files import TraceSet, shard_path, write_manifest, write_shard
-from blockpilot.replay.traces import Trace
+from blockpilot.replay.trace_files import TraceSet, shard_path, write_shard
 from blockpilot.text.prompts import Prompt
+from blockpilot.training.manifests import read_manifest, require_same_run, write_manifest
 
 Report = Callable[[str, int, int], None]  # (what, done, total)
 PlacedPrompt = tuple[str, int, Prompt]  # task, place in its file, prompt
@@ -29,30 +30,6 @@ def encode_requests(llm: LLM, prompts: Sequence[PlacedPrompt], seed: int) -> lis
     """Each prompt's seed is `seed` plus its place."""
     encode = llm.tokenizer.encode_chat
     return [ReplayRequest(prompt.id, task, encode(prompt.text), seed + place) for task, place, prompt in prompts]
-
-
-class Collector:
-    """Traces of any shard of the requests, on one device. Shards do not depend on each other."""
-
-    def __init__(self, llm: LLM, requests: Sequence[ReplayRequest], config: CollectConfig) -> None:
-        self.llm, self.requests, self.config = llm, requests, config
-        self.drafter = require_dflash(llm)
-        if not requests:
-            raise InputError("no prompts to replay")
-        for request in requests:
-            answer_limit(llm, request, config)
-        self.answers = choose_answers(llm, requests, config)
-
-    def describe(self, source: Mapping[str, Any]) -> dict[str, Any]:
-        """The manifest of the run, apart from what it will have counted at its end."""
-        return describe_run(self.llm, self.requests, self.config, {**source, "generation": self.answers.name})
-
-    def trace(self, index: int) -> Iterator[Trace]:
-        """The traces of one shard, one after the other."""
-        share = self.requests[index * self.config.shard_size : (index + 1) * self.config.shard_size]
-        answered = list(zip(share, self.answers.write(share), strict=True))
-        for group in cut_groups(answered, TEXTS_PER_PASS[self.drafter.device.type]):
-            yield from trace_group(self.llm, self.drafter, group, config=self.config)
 
 
 def collect(
@@ -69,7 +46,7 @@ def collect(
     `source` says where prompts and weights come from; like the configuration it must match to continue.
     """
     collector = Collector(llm, requests, config)
-    shards = Shards(out, collector.describe(source or {}), report)
+    shards = Shards(out, describe_run(collector, source or {}), report)
     for index in shards.missing:
         traces = []
         for trace in collector.trace(index):
@@ -79,17 +56,51 @@ def collect(
     return shards.finish()
 
 
+def describe_run(collector: Collector, source: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of a run, apart from what it will have counted at its end."""
+    llm, drafter = collector.llm, collector.drafter
+    requests = json.dumps([asdict(request) for request in collector.requests])
+    description = {
+        "package_version": __version__,
+        "target": llm.target_name,
+        "drafter": drafter.name,
+        **source,
+        "generation": "engine" if collector.bulk is None else "bulk",
+        "device": llm.device_type,
+        "dtype": llm.config.dtype,
+        "is_estimate": llm.config.dtype != "float32",  # one pass and many round differently
+        **asdict(collector.config),
+        "context_length": llm.engine.context_length,
+        "vocab_size": collector.setting.vocab_size,
+        "trained_block_size": drafter.block_size,
+        "max_block_size": drafter.max_block_size,
+        "num_requests": len(collector.requests),
+        "requests_sha256": hashlib.sha256(requests.encode()).hexdigest(),
+    }
+    return json.loads(json.dumps(description))
+
+
+def hash_weights(folder: Path) -> str:
+    """Of a folder's weights: the file's own sum where there is one, else the sum of all sums in order."""
+    hashes = [hash_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
 class Shards:
     """The folder of a run: which of its shards are missing, and the manifest at the end."""
 
     def __init__(self, out: Path, identity: Mapping[str, Any], report: Report) -> None:
-        check_run(out, identity)
+        found = read_manifest(out)
+        if found is None:
+            write_manifest(out, {**identity, "is_complete": False})
+        else:
+            require_same_run(out, found, identity, free=("package_version",))
         self.out, self.identity = out, identity
         self.num_requests, self.shard_size = identity["num_requests"], identity["shard_size"]
         everything = range(-(-self.num_requests // self.shard_size))
         self.missing = [index for index in everything if not shard_path(out, index).is_file()]
-        self.clock = Clock(self.num_requests, report)
-        self.clock.skip(self.num_requests - sum(map(self.count, self.missing)))
+        num_done = self.num_requests - sum(map(self.count, self.missing))
+        self.clock = Clock(self.num_requests, report, num_done)
 
     def count(self, index: int) -> int:
         """Requests of one shard."""
@@ -100,38 +111,25 @@ class Shards:
         return TraceSet(self.out)
 
 
-def require_dflash(llm: LLM) -> DFlashDrafter:
-    if not isinstance(llm.drafter, DFlashDrafter):
-        given = llm.drafter.name if llm.drafter else "none"
-        raise InputError(f"replay needs a DFlash drafter, got {given}: its blocks are drafted at every anchor at once")
-    return llm.drafter
-
-
 def _count(traces: TraceSet) -> dict[str, int]:
     """What the folder holds, for the manifest."""
-    lengths, disagreements = [], 0
-    for trace in traces:
-        lengths.append(len(trace.answer_ids))
-        disagreements += trace.num_disagreements
+    counts = [(len(trace.answer_ids), trace.num_disagreements) for trace in traces]
     return {
-        "num_traces": len(lengths),
+        "num_traces": len(counts),
         "num_shards": len(traces.shards),
-        "num_answer_tokens": sum(lengths),
-        "num_disagreements": disagreements,
+        "num_answer_tokens": sum(length for length, _ in counts),
+        "num_disagreements": sum(disagreements for _, disagreements in counts),
     }
 
 
 class Clock:
     """Reports traces done, with the time that the rest will take at the pace of this run."""
 
-    def __init__(self, total: int, report: Report) -> None:
+    def __init__(self, total: int, report: Report, num_done: int = 0) -> None:
+        """`num_done` were there before this run."""
         self.total, self.report = total, report
-        self.done = self.skipped = 0
+        self.done = self.skipped = num_done
         self.started = time.perf_counter()
-
-    def skip(self, count: int) -> None:
-        self.done += count
-        self.skipped += count
 
     def tick(self, count: int = 1) -> None:
         self.done += count

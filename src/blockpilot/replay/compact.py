@@ -5,6 +5,7 @@ the first token's distribution the likeliest tokens up to a mass are kept, in th
 bfloat16: both make them compress well.
 """
 
+import lzma
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,19 +18,12 @@ from numpy.typing import NDArray
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import atomic_path
 from blockpilot.models.shipped import ASSETS
-from blockpilot.replay.trace_files import (
-    MANIFEST,
-    TraceSet,
-    compress,
-    pack_shard,
-    require_alike,
-    shard_path,
-    write_manifest,
-)
+from blockpilot.replay.trace_files import TraceSet, pack_shard, require_alike, shard_path
 from blockpilot.replay.traces import PrefillColumns, Trace
+from blockpilot.training.manifests import MANIFEST, write_manifest
 
-PRECISION = "float16"
-SAME = (
+_PRECISION = "float16"
+_SAME = (
     "target",
     "drafter",
     "drafter_sha256",
@@ -44,7 +38,7 @@ SAME = (
     "trained_block_size",
     "max_block_size",
 )
-PER_SOURCE = (
+_PER_SOURCE = (
     "prompt_files",
     "split",
     "num_prompts",
@@ -88,14 +82,14 @@ def write_compact(
     With `is_partial`, also those of folders whose collection was not finished.
     """
     sets = [TraceSet(folder) for folder in folders]
-    require_alike(sets, SAME)
+    require_alike(sets, _SAME)
     if not is_partial and (unfinished := [found.folder for found in sets if not found.is_complete]):
         raise InputError(f"{unfinished[0]} is not complete: let `blockpilot collect` finish it first")
-    traces = [compact(trace, kept) for found in sets for trace in found]
+    traces = [replace(trace, drafts={}, prefill=_cut(trace.prefill, kept)) for found in sets for trace in found]
     tasks = Counter(trace.task for trace in traces)
     if unknown := sorted(set(tasks) - set(licences)):
         raise InputError(f"the licence of the prompts of {unknown[0]!r} is not known to allow shipping: leave them out")
-    data = compress(pack_shard(traces, PRECISION))
+    data = lzma.compress(pack_shard(traces, _PRECISION), preset=9 | lzma.PRESET_EXTREME)
     if len(data) > max_bytes:
         raise InputError(f"{len(data):,} bytes are more than {max_bytes:,}: keep less mass, or fewer requests")
     if (out / MANIFEST).exists():
@@ -104,10 +98,6 @@ def write_compact(
         temporary.write_bytes(data)
     write_manifest(out, _describe(sets, traces, kept) | {"licences": {task: licences[task] for task in sorted(tasks)}})
     return TraceSet(out)
-
-
-def compact(trace: Trace, kept: Kept) -> Trace:
-    return replace(trace, drafts={}, prefill=_cut(trace.prefill, kept))
 
 
 def _cut(prefill: PrefillColumns, kept: Kept) -> PrefillColumns:
@@ -133,10 +123,10 @@ def _round(values: NDArray[np.float32]) -> NDArray[np.float32]:
 def _describe(sets: Sequence[TraceSet], traces: Sequence[Trace], kept: Kept) -> dict[str, Any]:
     tasks = Counter(trace.task for trace in traces)
     return {
-        **{key: sets[0].manifest.get(key) for key in SAME},
+        **{key: sets[0].manifest.get(key) for key in _SAME},
         "draft_sizes": [],
         "num_candidates": 0,
-        "precision": PRECISION,
+        "precision": _PRECISION,
         "is_compact": True,
         "kept_mass": kept.mass,
         "max_kept_tokens": kept.max_tokens,
@@ -144,6 +134,6 @@ def _describe(sets: Sequence[TraceSet], traces: Sequence[Trace], kept: Kept) -> 
         "num_answer_tokens": sum(len(trace.answer_ids) for trace in traces),
         "num_disagreements": sum(trace.num_disagreements for trace in traces),
         "num_traces_by_task": dict(sorted(tasks.items())),
-        "sources": [{key: found.manifest.get(key) for key in PER_SOURCE} for found in sets],
+        "sources": [{key: found.manifest.get(key) for key in _PER_SOURCE} for found in sets],
         "is_complete": all(found.is_complete for found in sets),
     }

@@ -6,16 +6,16 @@ from blockpilot.core.config import MAX_BLOCK_SIZE
 from blockpilot.core.errors import InputError
 from blockpilot.core.sampling_params import SamplingParams
 
-DEFAULT_SIZES = (*range(2, 21), 24, 32)
+_DEFAULT_SIZES = (*range(2, 21), 24, 32)
 DEFAULT_DRAFT_SIZES = (4, 8, 16)
-ANCHORS = ("every", "visited")
-PRECISIONS = ("float16", "float32")
-MAX_CANDIDATES = 254  # ranks are bytes, and 255 stands for absent
+_ANCHORS = ("every", "visited")
+_PRECISIONS = ("float16", "float32")
+_MAX_CANDIDATES = 254  # ranks are bytes, and 255 stands for absent
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectConfig:
-    sizes: tuple[int, ...] = DEFAULT_SIZES  # chains drafted and checked at these block sizes: their emitted lengths
+    sizes: tuple[int, ...] = _DEFAULT_SIZES  # chains drafted and checked at these block sizes: their emitted lengths
     draft_sizes: tuple[int, ...] = DEFAULT_DRAFT_SIZES  # of these, every candidate is kept as well
     num_candidates: int = 8
     temperature: float = 0.0
@@ -33,14 +33,14 @@ class CollectConfig:
             raise InputError(f"sizes {self.sizes}: give at least one, each once, in ascending order")
         if missing := [size for size in self.draft_sizes if size not in self.sizes]:
             raise InputError(f"draft size {missing[0]} is not among the sizes {', '.join(map(str, self.sizes))}")
-        if not 1 <= self.num_candidates <= MAX_CANDIDATES:
-            raise InputError(f"candidates must lie between 1 and {MAX_CANDIDATES}, got {self.num_candidates}")
-        if self.anchors not in ANCHORS:
-            raise InputError(f"unknown anchors {self.anchors!r}; known: {', '.join(ANCHORS)}")
+        if not 1 <= self.num_candidates <= _MAX_CANDIDATES:
+            raise InputError(f"candidates must lie between 1 and {_MAX_CANDIDATES}, got {self.num_candidates}")
+        if self.anchors not in _ANCHORS:
+            raise InputError(f"unknown anchors {self.anchors!r}; known: {', '.join(_ANCHORS)}")
         if self.anchors == "visited" and self.draft_sizes:
             raise InputError("candidates are kept at every anchor or not at all: leave out draft sizes, or visit every")
-        if self.precision not in PRECISIONS:
-            raise InputError(f"unknown precision {self.precision!r}; known: {', '.join(PRECISIONS)}")
+        if self.precision not in _PRECISIONS:
+            raise InputError(f"unknown precision {self.precision!r}; known: {', '.join(_PRECISIONS)}")
         if self.shard_size < 1:
             raise InputError(f"shard size must be at least 1, got {self.shard_size}")
         self.params(self.seed)

@@ -1,7 +1,7 @@
 """One pass of the target over finished texts: the taps of every token, the first token's distribution, an audit.
 
-Several texts share the pass, padded on the right: causal attention never looks there. What the host wants to know comes
-from the device at the end, for all of them at once.
+Several texts share the pass, padded on the right: causal attention never looks there. Results are copied from the
+device once, at the end, for all texts together.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.sampling import choose_tokens
 from blockpilot.models.decoder import Decoder
 from blockpilot.replay.traces import PrefillColumns
-from blockpilot.training.dense_attention import CausalAttention
+from blockpilot.training.text_passes import read_taps
 
-KEPT_MASS = 1 - 1e-4  # of the first token's distribution
-MAX_KEPT = 1024
-AUDIT_ROWS = 256
+_KEPT_MASS = 1 - 1e-4  # of the first token's distribution
+_MAX_KEPT = 1024
+_AUDIT_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,7 @@ def pad_ids(texts: Sequence[FinishedText], device: torch.device) -> Tensor:
 @torch.inference_mode()
 def read_texts(decoder: Decoder, texts: Sequence[FinishedText], *, tap_layers: tuple[int, ...]) -> list[Reading]:
     ids = pad_ids(texts, decoder.embed_tokens.weight.device)
-    positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(texts))
-    hidden, taps = decoder(ids.flatten(), positions, CausalAttention(len(texts)), tap_layers)
-    assert taps is not None
-    hidden, taps = (x.unflatten(0, ids.shape) for x in (hidden, taps))  # [S, T, ...]
+    hidden, taps = (x.unflatten(0, ids.shape) for x in read_taps(decoder, ids, tap_layers))  # [S, T, ...]
     audits = [_audit(decoder, text, ids[row], hidden[row]) for row, text in enumerate(texts)]
     disagreements = torch.stack([count for _, count in audits]).tolist()
     last = torch.stack([hidden[row, len(text.prompt_ids) - 1] for row, text in enumerate(texts)])
@@ -74,8 +71,8 @@ def _audit(decoder: Decoder, text: FinishedText, ids: Tensor, hidden: Tensor) ->
     """Logits [V] of the first answer token, and how many answer tokens this pass would have chosen otherwise."""
     first, end = len(text.prompt_ids), len(text.ids)
     first_logits, count = hidden.new_empty(0), ids.new_zeros(())
-    for start in range(first, end, AUDIT_ROWS):
-        places = range(start, min(start + AUDIT_ROWS, end))
+    for start in range(first, end, _AUDIT_ROWS):
+        places = range(start, min(start + _AUDIT_ROWS, end))
         logits = decoder.logits(hidden[start - 1 : places.stop - 1])
         if start == first:
             first_logits = logits[0].clone()  # the others need not be kept for its sake
@@ -86,12 +83,12 @@ def _audit(decoder: Decoder, text: FinishedText, ids: Tensor, hidden: Tensor) ->
 def _prefill_columns(logits: Tensor, hidden: Tensor) -> list[PrefillColumns]:
     """Of all texts: logits [S, V] behind their prompts, hidden states [S, H] there."""
     log_probs = logits.float().log_softmax(dim=-1)
-    best = log_probs.exp().topk(min(MAX_KEPT, log_probs.shape[-1]))
+    best = log_probs.exp().topk(min(_MAX_KEPT, log_probs.shape[-1]))
     running = best.values.double().cumsum(dim=-1)
     entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
     wanted = (best.indices, best.values, running, entropy, hidden.float())
     token_ids, probabilities, masses, entropies, states = (x.cpu().numpy() for x in wanted)
-    counts = np.minimum((masses < KEPT_MASS).sum(axis=-1) + 1, masses.shape[-1])
+    counts = np.minimum((masses < _KEPT_MASS).sum(axis=-1) + 1, masses.shape[-1])
     return [
         PrefillColumns(
             token_ids=token_ids[row, :count].astype(np.int32),

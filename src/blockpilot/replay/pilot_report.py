@@ -3,9 +3,10 @@
 The best fixed chain and tree are chosen on the training traces. Intervals are paired bootstrap over requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +23,17 @@ from blockpilot.replay.costs import SimulatedStep, total
 from blockpilot.replay.oracles import oracle_request, oracle_steps
 from blockpilot.replay.simulate import simulate
 from blockpilot.replay.traces import Trace
+from blockpilot.training.figure import write_figure
 
-TREES = (2, 3, 4, 6, 8, 12, 15, 24, 31, 63)
-NUM_NODES = 15  # nodes per anchor whose probabilities are judged
-NUM_BINS = 15
-LOADS = {  # what a draft and each drafted token checked cost, in plain steps
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Walks = list[list[SimulatedStep]]  # the steps of every request
+_TREES = (2, 3, 4, 6, 8, 12, 15, 24, 31, 63)
+_NUM_NODES = 15  # nodes per anchor whose probabilities are judged
+_NUM_BINS = 15
+_STYLES = ("-", "--", "-.", ":", (0, (1, 1)), (0, (5, 1)), (0, (3, 1, 1, 1)))
+_LOADS = {  # what a draft and each drafted token checked cost, in plain steps
     "flat": (0.15, 0.0),
     "mild": (0.15, 0.02),
     "cpu-like": (0.25, 0.05),
@@ -59,8 +66,8 @@ def compare(
     sizes = sorted(set.intersection(*(set(trace.setting.sizes) for trace in test)))
     train = _alike(train, test, sizes)
     chain = _best([FixedPilot(size) for size in sizes], train, costs)
-    trees = [TreePilot(count, size) for size in sorted(test[0].drafts) for count in TREES if count >= size // 4]
-    walks: dict[str, list[list[SimulatedStep]]] = {
+    trees = [TreePilot(count, size) for size in sorted(test[0].drafts) for count in _TREES if count >= size // 4]
+    walks: dict[str, Walks] = {
         "ar": [simulate(trace, PlainPilot(), costs) for trace in test],
         f"best fixed ({chain.name})": [simulate(trace, chain, costs) for trace in test],
     }
@@ -90,7 +97,7 @@ def _alike(train: Sequence[Trace], test: Sequence[Trace], sizes: Sequence[int]) 
 
 
 def linear_loads() -> dict[str, StepCosts]:
-    return {name: StepCosts.linear(draft, 1.0, slope) for name, (draft, slope) in LOADS.items()}
+    return {name: StepCosts.linear(draft, 1.0, slope) for name, (draft, slope) in _LOADS.items()}
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ def _node_outcomes(calibration: Calibration, trace: Trace, size: int) -> tuple[N
     true_ranks = trace.draft(size).true_ranks
     for anchor in range(0, trace.num_anchors, 2):
         draft = trace.candidates(size, anchor, MAX_WIDTH)
-        nodes = grow_nodes(draft, GrowthRules(falling_costs(NUM_NODES), draft.num_positions, calibration))
+        nodes = grow_nodes(draft, GrowthRules(falling_costs(_NUM_NODES), draft.num_positions, calibration))
         probabilities += nodes.paths
         outcomes += mark_hits(nodes, true_ranks[anchor], len(nodes.paths)).tolist()
     return np.array(probabilities, np.float32), np.array(outcomes, np.bool_)
@@ -127,27 +134,44 @@ def _node_outcomes(calibration: Calibration, trace: Trace, size: int) -> tuple[N
 
 def _reliability(parts: Sequence[tuple[NDArray[np.float32], NDArray[np.bool_]]]) -> Reliability:
     probabilities, hits = (np.concatenate([part[index] for part in parts]) for index in range(2))
-    bins = np.array_split(np.argsort(probabilities, kind="stable"), NUM_BINS)
+    bins = np.array_split(np.argsort(probabilities, kind="stable"), _NUM_BINS)
     return Reliability(
-        expected_calibration_error(probabilities, hits, NUM_BINS),
+        expected_calibration_error(probabilities, hits, _NUM_BINS),
         [float(probabilities[part].mean()) for part in bins if len(part)],
         [float(hits[part].mean()) for part in bins if len(part)],
         len(hits),
     )
 
 
+def draw_reliability(out: Path, reports: Mapping[str, Reliability]) -> list[Path]:
+    """Write `reliability.svg` and `.png`: how often nodes are right, against how often they were said to be."""
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.subplots()
+        axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
+        for index, (task, report) in enumerate(reports.items()):
+            is_all = task == "all"
+            axes.plot(
+                report.predicted,
+                report.observed,
+                color="black" if is_all else f"C{index}",
+                linestyle="-" if is_all else _STYLES[index % len(_STYLES)],
+                linewidth=2 if is_all else 1,
+                marker="o" if is_all else None,
+                markersize=3,
+                label=f"{task} (error {report.error:.3f})",
+            )
+        axes.set(xlabel="predicted probability of a node", ylabel="observed frequency", xlim=(0, 1), ylim=(0, 1))
+        axes.legend(frameon=False, fontsize=8)
+
+    return write_figure(out, "reliability", (4.4, 4.2), draw)
+
+
 def _best(pilots: Sequence[FixedPilot] | Sequence[TreePilot], traces: Sequence[Trace], costs: StepCosts) -> Pilot:
     return max(pilots, key=lambda pilot: total([simulate(trace, pilot, costs) for trace in traces]).tokens_per_second)
 
 
-def _row(
-    load: str,
-    method: str,
-    walks: list[list[SimulatedStep]],
-    *,
-    plain: list[list[SimulatedStep]],
-    fixed: list[list[SimulatedStep]],
-) -> Row:
+def _row(load: str, method: str, walks: Walks, *, plain: Walks, fixed: Walks) -> Row:
     everything = total(walks)
     steps = [step for walk in walks for step in walk]
     speed = everything.tokens_per_second
@@ -163,9 +187,7 @@ def _row(
     )
 
 
-def _interval(
-    walks: list[list[SimulatedStep]], others: list[list[SimulatedStep]], *, num_samples: int = 2000
-) -> tuple[float, float]:
+def _interval(walks: Walks, others: Walks, *, num_samples: int = 2000) -> tuple[float, float]:
     """Of the ratio of speeds: requests are drawn again with replacement, the same for both."""
     ms = np.array([[sum(step.milliseconds for step in walk) for walk in found] for found in (walks, others)])
     drawn = np.random.default_rng(0).integers(0, ms.shape[1], (num_samples, ms.shape[1]))

@@ -10,16 +10,16 @@ import numpy as np
 
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.cost_model import StepCosts
-from blockpilot.pilots.fitting import Drafts, fit_calibration, fit_forecast, train_prefill
-from blockpilot.pilots.prefill import PrefillConfig, PrefillPilot
+from blockpilot.pilots.fitting import Drafts, fit_calibration, fit_forecast
+from blockpilot.pilots.prefill import PrefillConfig, PrefillPilot, PrefillTraining, train_prefill
 from blockpilot.pilots.step import StepPilot
 from blockpilot.replay.costs import total
 from blockpilot.replay.simulate import walk_chain
 from blockpilot.replay.trace_files import TraceSet, require_alike
 from blockpilot.replay.traces import Trace
 
-MIN_TRACES = 8
-SAME = ("target", "drafter", "drafter_sha256", "dtype", "draft_sizes", "num_candidates", "vocab_size")
+_MIN_TRACES = 8
+_SAME = ("target", "drafter", "drafter_sha256", "dtype", "draft_sizes", "num_candidates", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -37,37 +37,34 @@ class TraceGroup:
 def read_group(folders: Sequence[Path], *, like: TraceGroup | None = None) -> TraceGroup:
     """All traces of the folders; what they must share is compared with the first one, or with `like`."""
     sets = [TraceSet(folder) for folder in folders]
-    require_alike(sets, SAME, like.manifest if like else None)
+    require_alike(sets, _SAME, like.manifest if like else None)
     return TraceGroup([trace for found in sets for trace in found], sets[0].manifest)
 
 
 def hold_out(group: TraceGroup, *, share: int = 4) -> tuple[TraceGroup, TraceGroup]:
     """Training traces, and every fourth by its prompt's id."""
-    places = [int(hashlib.sha256(trace.prompt_id.encode()).hexdigest(), 16) // 4 % share for trace in group.traces]
-    parts = [
-        [trace for trace, place in zip(group.traces, places, strict=True) if bool(place) is is_kept]
-        for is_kept in (True, False)
-    ]
-    return TraceGroup(parts[0], group.manifest), TraceGroup(parts[1], group.manifest)
+    kept: list[Trace] = []
+    held: list[Trace] = []
+    for trace in group.traces:
+        place = int(hashlib.sha256(trace.prompt_id.encode()).hexdigest(), 16) // 4 % share
+        (kept if place else held).append(trace)
+    return TraceGroup(kept, group.manifest), TraceGroup(held, group.manifest)
 
 
 def check_enough(group: TraceGroup, what: str) -> None:
-    if len(group.traces) < MIN_TRACES:
-        raise InputError(f"{len(group.traces)} {what} traces are too few, at least {MIN_TRACES}: collect more prompts")
+    if len(group.traces) < _MIN_TRACES:
+        raise InputError(f"{len(group.traces)} {what} traces are too few, at least {_MIN_TRACES}: collect more prompts")
 
 
 def drafts_of(traces: Sequence[Trace], size: int) -> Drafts:
     """What the drafter offered at one draft size, over all traces."""
     columns = [trace.draft(size) for trace in traces]
     starts = np.concatenate(([0], np.cumsum([len(column.true_ranks) for column in columns])))[:-1].tolist()
-    pairs = [(column.first, column.pairwise) for column in columns]
-    is_paired = all(first is not None and later is not None for first, later in pairs)
+    names = ["log_probs", "true_ranks"]
+    if all(column.is_paired for column in columns):
+        names += ["first", "pairwise"]
     return Drafts(
-        log_probs=np.concatenate([column.log_probs for column in columns]),
-        true_ranks=np.concatenate([column.true_ranks for column in columns]),
-        starts=starts,
-        first=np.concatenate([first for first, _ in pairs if first is not None]) if is_paired else None,
-        pairwise=np.concatenate([later for _, later in pairs if later is not None]) if is_paired else None,
+        **{name: np.concatenate([getattr(column, name) for column in columns]) for name in names}, starts=starts
     )
 
 
@@ -79,14 +76,14 @@ def train_step(group: TraceGroup) -> tuple[StepPilot, StepPilot]:
     check_enough(group, "training")
     sampled = [trace for trace in group.traces if trace.temperature > 0]
     greedy = [trace for trace in group.traces if trace.temperature == 0]
-    if len(greedy) < MIN_TRACES:
+    if len(greedy) < _MIN_TRACES:
         greedy, sampled = group.traces, []
     sizes = tuple(group.manifest["draft_sizes"])
     if not sizes:
         raise InputError("these traces hold no candidates: collect with --draft-sizes and every anchor")
     drafts = {size: drafts_of(greedy, size) for size in sizes}
     calibration = fit_calibration(list(drafts.values()))
-    noisy = fit_calibration([drafts_of(sampled, size) for size in sizes]) if len(sampled) >= MIN_TRACES else None
+    noisy = fit_calibration([drafts_of(sampled, size) for size in sizes]) if len(sampled) >= _MIN_TRACES else None
     tree, chain = (
         StepPilot(
             calibration,
@@ -115,12 +112,12 @@ def train_prefill_pilot(
     device: str = "cpu",
     report: Callable[[int, int], None] | None = None,
 ) -> PrefillPilot:
-    """The BlockPilot paper's pilot, or a variant of it; `report` hears of every epoch."""
+    """The BlockPilot paper's pilot, or a variant of it; `report` is called after every epoch."""
     import torch
 
     check_enough(group, "training")
     states = [trace.prefill_state() for trace in group.traces]
     values = torch.stack([state.hidden if config.inputs == "hidden" else state.probabilities for state in states])
     tau = torch.from_numpy(tau_table(group.traces, config.sizes))
-    network = train_prefill(config, values.to(device), tau, num_epochs=num_epochs, seed=seed, report=report)
-    return PrefillPilot(network)
+    training = PrefillTraining(num_epochs=num_epochs, seed=seed)
+    return PrefillPilot(train_prefill(config, values.to(device), tau, training, report))

@@ -15,19 +15,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from blockpilot.core import files
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import atomic_path, write_text
+from blockpilot.core.files import atomic_path
 from blockpilot.replay.traces import DraftColumns, PrefillColumns, Trace, TraceSetting
+from blockpilot.training.manifests import read_manifest
 
-SCHEMA_VERSION = 1
-MANIFEST = "manifest.json"
-SHARD_NAMES = (".safetensors", ".safetensors.xz")  # plain, compressed
-REQUESTS = "requests"  # the one metadata key of a shard: its strings. A second key would come in random order
-DRAFT_COLUMNS = ("log_probs", "entropy", "true_ranks")
-PAIR_COLUMNS = ("first", "pairwise")  # only where the drafter scores a child given its parent
+_SHARD_NAMES = (".safetensors", ".safetensors.xz")  # plain, compressed
+_REQUESTS = "requests"  # the one metadata key of a shard: its strings. A second key would come in random order
+_REQUEST_COLUMNS = {  # one value per request
+    "num_prompt_tokens": np.int32,
+    "temperature": np.float64,
+    "seed": np.int64,
+    "max_new_tokens": np.int32,
+    "num_disagreements": np.int32,
+}
+_DRAFT_COLUMNS = ("log_probs", "entropy", "true_ranks")
+_PAIR_COLUMNS = ("first", "pairwise")  # only where the drafter scores a child given its parent
 
-Columns = dict[str, NDArray[Any]]
+_Columns = dict[str, NDArray[Any]]
 
 
 class TraceSet:
@@ -48,27 +53,25 @@ class TraceSet:
 
     @property
     def shards(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("shard-*") if path.name.endswith(SHARD_NAMES))
+        return sorted(path for path in self.folder.glob("shard-*") if path.name.endswith(_SHARD_NAMES))
 
     @property
     def is_complete(self) -> bool:
         return bool(self.manifest.get("is_complete"))
 
     def __len__(self) -> int:
-        return sum(len(_open_shard(path).get_tensor("seed")) for path in self.shards)
+        return sum(len(_read_shard(path)[1]) for path in self.shards)
 
     def __iter__(self) -> Iterator[Trace]:
         for path in self.shards:
-            yield from self.read_shard(path)
+            yield from self._read(path)
 
-    def read_shard(self, path: Path) -> list[Trace]:
-        shard = _open_shard(path)
+    def _read(self, path: Path) -> list[Trace]:
+        columns, strings = _read_shard(path)
         try:
-            columns = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118  # no mapping
-            strings = json.loads(shard.metadata()[REQUESTS])
             return list(_unpack(columns, strings, self.setting, self.manifest["draft_sizes"]))
         except (KeyError, ValueError, TypeError, IndexError) as error:
-            raise InputError(f"{path} is damaged: delete it and run `blockpilot collect` again") from error
+            raise _damaged(path) from error
 
 
 def require_alike(sets: Sequence[TraceSet], keys: Sequence[str], like: Mapping[str, Any] | None = None) -> None:
@@ -90,18 +93,8 @@ def require_disjoint(train: Sequence[Trace], test: Sequence[Trace]) -> None:
         raise InputError(f"{len(both)} prompts are in training and test traces, such as {both[0].prompt_id!r}")
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder of traces; None where there is none."""
-    return files.read_manifest(folder / MANIFEST, SCHEMA_VERSION, "move the folder away and collect anew")
-
-
-def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    text = json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2) + "\n"
-    write_text(folder / MANIFEST, text)
-
-
 def shard_path(folder: Path, index: int, *, is_compressed: bool = False) -> Path:
-    return folder / f"shard-{index:05d}{SHARD_NAMES[is_compressed]}"
+    return folder / f"shard-{index:05d}{_SHARD_NAMES[is_compressed]}"
 
 
 def write_shard(path: Path, traces: Sequence[Trace], precision: str) -> None:
@@ -115,17 +108,13 @@ def pack_shard(traces: Sequence[Trace], precision: str) -> bytes:
 
     strings = [{"prompt_id": t.prompt_id, "task": t.task, "finish_reason": t.finish_reason} for t in traces]
     columns = {name: np.ascontiguousarray(column) for name, column in _pack(traces, np.dtype(precision)).items()}
-    return save(columns, metadata={REQUESTS: json.dumps(strings)})
+    return save(columns, metadata={_REQUESTS: json.dumps(strings)})
 
 
-def _pack(traces: Sequence[Trace], floats: np.dtype[Any]) -> Columns:
+def _pack(traces: Sequence[Trace], floats: np.dtype[Any]) -> _Columns:
     prefills = [trace.prefill for trace in traces]
-    columns: Columns = {
-        "num_prompt_tokens": np.array([trace.num_prompt_tokens for trace in traces], np.int32),
-        "temperature": np.array([trace.temperature for trace in traces], np.float64),
-        "seed": np.array([trace.seed for trace in traces], np.int64),
-        "max_new_tokens": np.array([trace.max_new_tokens for trace in traces], np.int32),
-        "num_disagreements": np.array([trace.num_disagreements for trace in traces], np.int32),
+    columns: _Columns = {
+        **{name: np.array([getattr(t, name) for t in traces], dtype) for name, dtype in _REQUEST_COLUMNS.items()},
         "answer_ids": np.concatenate([trace.answer_ids for trace in traces]),
         "answer_offsets": _offsets([len(trace.answer_ids) for trace in traces]),
         "emitted": np.concatenate([trace.emitted for trace in traces]),
@@ -137,7 +126,7 @@ def _pack(traces: Sequence[Trace], floats: np.dtype[Any]) -> Columns:
         "prefill.hidden": _rounded(np.stack([prefill.hidden for prefill in prefills]), floats),
     }
     for size in traces[0].drafts:
-        for name in DRAFT_COLUMNS + PAIR_COLUMNS:
+        for name in _DRAFT_COLUMNS + _PAIR_COLUMNS:
             parts = [getattr(trace.drafts[size], name) for trace in traces]
             if parts[0] is not None:
                 column = np.concatenate(parts)
@@ -146,7 +135,7 @@ def _pack(traces: Sequence[Trace], floats: np.dtype[Any]) -> Columns:
 
 
 def _unpack(
-    columns: Columns, strings: list[dict[str, str]], setting: TraceSetting, draft_sizes: Sequence[int]
+    columns: _Columns, strings: list[dict[str, Any]], setting: TraceSetting, draft_sizes: Sequence[int]
 ) -> Iterator[Trace]:
     prefill_bounds = list(pairwise(columns["prefill.offsets"].tolist()))
     for row, (start, end) in enumerate(pairwise(columns["answer_offsets"].tolist())):
@@ -155,12 +144,8 @@ def _unpack(
         kept = slice(*prefill_bounds[row])
         yield Trace(
             **strings[row],
-            num_prompt_tokens=int(columns["num_prompt_tokens"][row]),
+            **{name: columns[name][row].item() for name in _REQUEST_COLUMNS},
             answer_ids=columns["answer_ids"][start:end],
-            temperature=float(columns["temperature"][row]),
-            seed=int(columns["seed"][row]),
-            max_new_tokens=int(columns["max_new_tokens"][row]),
-            num_disagreements=int(columns["num_disagreements"][row]),
             emitted=columns["emitted"][anchors],
             prefill=PrefillColumns(
                 token_ids=columns["prefill.token_ids"][kept],
@@ -174,10 +159,10 @@ def _unpack(
         )
 
 
-def _unpack_draft(columns: Columns, prefix: str, anchors: slice) -> DraftColumns:
-    found = {name: columns[f"{prefix}.{name}"][anchors] for name in DRAFT_COLUMNS}
-    pairs = {name: columns.get(f"{prefix}.{name}") for name in PAIR_COLUMNS}
-    return DraftColumns(**found, **{name: column[anchors] for name, column in pairs.items() if column is not None})
+def _unpack_draft(columns: _Columns, prefix: str, anchors: slice) -> DraftColumns:
+    found: dict[str, Any] = {name: columns[f"{prefix}.{name}"][anchors] for name in _DRAFT_COLUMNS}
+    found |= {name: columns[f"{prefix}.{name}"][anchors] for name in _PAIR_COLUMNS if f"{prefix}.{name}" in columns}
+    return DraftColumns(**found)
 
 
 def _offsets(lengths: list[int]) -> NDArray[np.int64]:
@@ -190,35 +175,19 @@ def _rounded(values: NDArray[Any], floats: np.dtype[Any]) -> NDArray[Any]:
     return np.clip(values, -largest, largest).astype(floats)
 
 
-def compress(shard: bytes) -> bytes:
-    return lzma.compress(shard, preset=9 | lzma.PRESET_EXTREME)
-
-
-class CompressedShard:
-    """What is used of an opened file, for a shard that is read as a whole."""
-
-    def __init__(self, path: Path) -> None:
-        from safetensors.numpy import load
-
-        data = lzma.decompress(path.read_bytes())
-        self.columns = load(data)
-        size = int.from_bytes(data[:8], "little")
-        self.header = json.loads(data[8 : 8 + size])
-
-    def keys(self) -> list[str]:
-        return list(self.columns)
-
-    def get_tensor(self, name: str) -> NDArray[Any]:
-        return self.columns[name]
-
-    def metadata(self) -> dict[str, str]:
-        return dict(self.header["__metadata__"])
-
-
-def _open_shard(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
+def _read_shard(path: Path) -> tuple[_Columns, list[dict[str, Any]]]:
+    """A shard's columns, and the strings of its requests."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
 
     try:
-        return CompressedShard(path) if path.suffix == ".xz" else safe_open(str(path), framework="np")
-    except (SafetensorError, OSError, EOFError, lzma.LZMAError) as error:
-        raise InputError(f"{path} is damaged: delete it and run `blockpilot collect` again") from error
+        data = path.read_bytes()
+        data = lzma.decompress(data) if path.suffix == ".xz" else data
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return load(data), json.loads(header["__metadata__"][_REQUESTS])
+    except (SafetensorError, OSError, EOFError, lzma.LZMAError, KeyError, ValueError) as error:
+        raise _damaged(path) from error
+
+
+def _damaged(path: Path) -> InputError:
+    return InputError(f"{path} is damaged: delete it and run `blockpilot collect` again")

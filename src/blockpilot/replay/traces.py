@@ -8,30 +8,24 @@ run on that without a model.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockpilot.core.draft import Draft, HostDraft
+from blockpilot.core.draft import HostDraft
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.base import PrefillState
+from blockpilot.pilots.fitting import ABSENT as ABSENT  # of `true_ranks`
+from blockpilot.pilots.fitting import Drafts, Floats
 
-ABSENT = 255  # true rank of a token that is not among the candidates, or beyond the answer's end
-
-Floats = NDArray[np.floating[Any]]
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftColumns:
-    """What the drafter offered at one draft size: A anchors, D = size - 1 depths, K candidates, best first."""
+class DraftColumns(Drafts):
+    """What the drafter offered at one draft size at every anchor of an answer."""
 
-    log_probs: Floats  # [A, D, K]
     entropy: Floats  # [A, D], of the drafter's distribution at the request's temperature, before noise
-    true_ranks: Bytes  # [A, D], rank of the answer's own token
-    first: Floats | None = None  # [A, K], after the anchor; None where positions are independent (plain DFlash)
-    pairwise: Floats | None = None  # [A, D-1, K, K], after each candidate of the position before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +73,13 @@ class Trace:
     def column(self, size: int) -> int:
         """Where `emitted` keeps a block size."""
         if size not in self.setting.sizes:
-            raise InputError(f"the trace holds no block size {size}; it holds {_listed(self.setting.sizes)}")
+            listed = ", ".join(map(str, self.setting.sizes))
+            raise InputError(f"the trace holds no block size {size}; it holds {listed}")
         return self.setting.sizes.index(size)
 
     def draft(self, size: int) -> DraftColumns:
         if size not in self.drafts:
-            held = _listed(self.drafts) if self.drafts else "none"
+            held = ", ".join(map(str, self.drafts)) or "none"
             raise InputError(f"the trace holds no candidates of draft size {size}; it holds {held}")
         return self.drafts[size]
 
@@ -95,14 +90,7 @@ class Trace:
         """
         draft = self.draft(size)
         width = draft.log_probs.shape[-1]
-        is_paired = draft.first is not None and draft.pairwise is not None
-        shown = width if is_paired and num_candidates == 1 else min(width, num_candidates)
-        log_probs = draft.log_probs[anchor, :, :shown].astype(np.float32)
-        ranks = np.broadcast_to(np.arange(shown, dtype=np.int64), log_probs.shape)
-        if draft.first is None or draft.pairwise is None:
-            return Draft(ranks, log_probs)
-        first = draft.first[anchor, :shown].astype(np.float32)
-        return Draft(ranks, log_probs, first, draft.pairwise[anchor, :, :shown, :shown].astype(np.float32))
+        return draft.candidates(anchor, width if draft.is_paired and num_candidates == 1 else num_candidates)
 
     def prefill_state(self) -> PrefillState:
         """The target's state after the prompt, as a pilot's `start` gets it; probabilities not kept are 0."""
@@ -114,7 +102,3 @@ class Trace:
         )
         hidden = torch.from_numpy(self.prefill.hidden.astype(np.float32))
         return PrefillState(num_prompt_tokens=self.num_prompt_tokens, probabilities=probabilities, hidden=hidden)
-
-
-def _listed(sizes: Mapping[int, Any] | tuple[int, ...]) -> str:
-    return ", ".join(map(str, sizes))

@@ -5,6 +5,7 @@ the drafter each, exactly as requests do online; the target's part is known alre
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,59 +17,49 @@ from blockpilot.replay.finished_text import Reading
 from blockpilot.replay.traces import Bytes
 
 
+@dataclass
+class _Walk:
+    slot: int  # of the drafter
+    size: int
+    emitted: Bytes  # [A], to be filled
+    place: int = 0  # answer index of its anchor
+    num_seen: int = 0  # tokens its drafter has observed
+
+
 def walk_sizes(drafter: DFlashDrafter, reading: Reading, *, sizes: Sequence[int], slots: SlotCache) -> Bytes:
     """Emitted lengths [A, S]; 0 where a chain of that size never stands. `slots` hands out the drafter's slots."""
     emitted = np.zeros((reading.text.num_anchors, len(sizes)), dtype=np.uint8)
     width = slots.num_free
     for start in range(0, len(sizes), width):
         columns = range(start, min(start + width, len(sizes)))
-        held = [slots.reserve() for _ in columns]
+        walks = [_Walk(slots.reserve(), sizes[column], emitted[:, column]) for column in columns]
         try:
-            walks = [(slot, sizes[column], emitted[:, column]) for slot, column in zip(held, columns, strict=True)]
-            _walk(drafter, reading, walks)
+            while live := [walk for walk in walks if walk.place < reading.text.num_anchors]:
+                _step(drafter, reading, live)
         finally:
-            for slot in held:
-                drafter.forget(slot)
-                slots.free(slot)
+            for walk in walks:
+                drafter.forget(walk.slot)
+                slots.free(walk.slot)
     return emitted
 
 
-def _walk(drafter: DFlashDrafter, reading: Reading, walks: list[tuple[int, int, Bytes]]) -> None:
-    text, taps = reading.text, reading.taps
-    ids, num_prompt, last = text.ids, len(text.prompt_ids), text.num_anchors
-    places = [0] * len(walks)  # answer index of each walk's anchor
-    seen = [0] * len(walks)  # tokens its drafter has observed
-    while live := [index for index, place in enumerate(places) if place < last]:
-        observations, requests = [], []
-        for index in live:
-            slot, size, _ = walks[index]
-            position = num_prompt + places[index]
-            observations.append(Observation(slot, ids[seen[index] : position], taps[seen[index] : position]))
-            seen[index] = position
-            requests.append(
-                DraftRequest(
-                    slot=slot,
-                    anchor_id=ids[position],
-                    position=position,
-                    block_size=size,
-                    num_candidates=1,
-                    params=text.params,
-                )
-            )
-        drafter.observe(observations)
-        for index, draft in zip(live, drafter.propose(requests), strict=True):
-            _, size, column = walks[index]
-            chain = grow_chain(draft, text.answer_ids[places[index]], size - 1).token_ids[1:]
-            count = _count_emitted(chain, text.answer_ids[places[index] + 1 :])
-            column[places[index]] = count
-            places[index] += count
-
-
-def _count_emitted(chain: Sequence[int], following: list[int]) -> int:
-    """Accepted tokens and the target's own next one, cut at the answer's end."""
-    accepted = 0
-    for drafted, true in zip(chain, following, strict=False):
-        if drafted != true:
-            break
-        accepted += 1
-    return min(accepted + 1, len(following))
+def _step(drafter: DFlashDrafter, reading: Reading, walks: Sequence[_Walk]) -> None:
+    """One draft of every walk, and on to where the answer confirms it."""
+    text, ids, taps = reading.text, reading.text.ids, reading.taps
+    observations, requests = [], []
+    for walk in walks:
+        position = len(text.prompt_ids) + walk.place
+        new = slice(walk.num_seen, position)
+        observations.append(Observation(walk.slot, ids[new], taps[new]))
+        walk.num_seen = position
+        request = DraftRequest(walk.slot, ids[position], position, walk.size, num_candidates=1, params=text.params)
+        requests.append(request)
+    drafter.observe(observations)
+    for walk, draft in zip(walks, drafter.propose(requests), strict=True):
+        chain = grow_chain(draft, ids[len(text.prompt_ids) + walk.place], walk.size - 1).token_ids[1:]
+        following = text.answer_ids[walk.place + 1 :]
+        is_right = [drafted == true for drafted, true in zip(chain, following, strict=False)]
+        accepted = [*is_right, False].index(False)
+        count = min(accepted + 1, len(following))  # with the target's own next token, cut at the answer's end
+        walk.emitted[walk.place] = count
+        walk.place += count

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockpilot.training.responses import TextBatch
+
 
 @dataclass(frozen=True)
 class Blocks:
     anchors: Tensor  # [B, A] position of each block's anchor
+    anchor_ids: Tensor  # [B, A] the token there
     sizes: Tensor  # [B, A] block size, 2 .. full
     labels: Tensor  # [B, A, full - 1] the text's own tokens behind the anchor
     is_valid: Tensor  # [B, A, full - 1] inside the text and inside the block
@@ -22,33 +25,26 @@ class Blocks:
         return self.labels.shape[-1] + 1
 
 
-def sample_blocks(
-    ids: Tensor,
-    lengths: Tensor,
-    prompt_lengths: Tensor,
-    *,
-    uniform: Tensor,
-    full_size: int,
-    min_size: int,
-) -> Blocks:
+def sample_blocks(texts: TextBatch, *, uniform: Tensor, full_size: int, min_size: int) -> Blocks:
     """Anchors uniform over each answer, sizes uniform from `min_size` to `full_size`.
 
     `uniform` [B, A, 2] holds the random numbers in [0, 1): for each block one for its anchor and one for its size.
     """
     # from the first answer token to the last but one, behind which there is something to draft
-    room = (lengths - 1 - prompt_lengths).clamp(min=1)[:, None]
-    anchors = prompt_lengths[:, None] + (uniform[..., 0] * room).long()
+    room = (texts.lengths - 1 - texts.prompt_lengths).clamp(min=1)[:, None]
+    anchors = texts.prompt_lengths[:, None] + (uniform[..., 0] * room).long()
     sizes = min_size + (uniform[..., 1] * (full_size - min_size + 1)).long()
-    return make_blocks(ids, lengths, anchors=anchors.clamp(max=ids.shape[1] - 1), sizes=sizes, full_size=full_size)
+    return make_blocks(texts, anchors=anchors.clamp(max=texts.ids.shape[1] - 1), sizes=sizes, full_size=full_size)
 
 
-def make_blocks(ids: Tensor, lengths: Tensor, *, anchors: Tensor, sizes: Tensor, full_size: int) -> Blocks:
+def make_blocks(texts: TextBatch, *, anchors: Tensor, sizes: Tensor, full_size: int) -> Blocks:
     """Blocks at chosen anchors [B, A], with their labels."""
+    ids = texts.ids
     steps = torch.arange(1, full_size, device=ids.device)
     places = anchors[..., None] + steps  # [B, A, full - 1]
     labels = ids[:, None].expand(-1, anchors.shape[1], -1).gather(2, places.clamp(max=ids.shape[1] - 1))
-    is_valid = (places < lengths[:, None, None]) & (steps < sizes[..., None])
-    return Blocks(anchors, sizes, labels, is_valid)
+    is_valid = (places < texts.lengths[:, None, None]) & (steps < sizes[..., None])
+    return Blocks(anchors, ids.gather(1, anchors), sizes, labels, is_valid)
 
 
 def block_mask(blocks: Blocks, width: int) -> Tensor:

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_ROWS = 64
-MIN_GROUP = 16  # the smallest tile the matrix units take
+_BLOCK_ROWS = 64
+_MIN_GROUP = 16  # the smallest tile the matrix units take
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -67,7 +67,7 @@ class BulkAttention:
         kernel(
             q.contiguous(), k.contiguous(), v.contiguous(), self.cache[layer, 0], self.cache[layer, 1],
             self.positions, out, head_dim**-0.5, self.cache.shape[4],
-            HEADS=num_kv_heads, GROUP=group, TILE=max(MIN_GROUP, triton.next_power_of_2(group)), DIM=head_dim,
-            BLOCK=BLOCK_ROWS,
+            HEADS=num_kv_heads, GROUP=group, TILE=max(_MIN_GROUP, triton.next_power_of_2(group)), DIM=head_dim,
+            BLOCK=_BLOCK_ROWS,
         )  # fmt: skip
         return out.view(num_rows, num_heads * head_dim)

@@ -1,8 +1,9 @@
 """Many answers at once: the target writes training data as fast as its memory can be read.
 
 A fixed number of rows decodes in lockstep against one static cache, one token per row and step. Every `refill_every`
-steps the host looks: finished rows leave and new prompts take their place. On a GPU the step is a CUDA graph, so that
-no launch overhead shows, and attention is one kernel that reads each row's own filled part (`bulk_attention.py`).
+steps the host checks which rows have finished and puts new prompts in their place. On a GPU the step is a CUDA graph,
+so that no launch overhead shows, and attention is one kernel that reads each row's own filled part
+(`bulk_attention.py`).
 
 This is not the serving engine: it trades latency for throughput and never speculates.
 """
@@ -17,13 +18,12 @@ from torch import Tensor
 
 from blockpilot.core.errors import InputError
 from blockpilot.gpu.device import has_triton
-from blockpilot.models.decoder import Decoder
-from blockpilot.models.layers import Attend
+from blockpilot.models.decoder import Attend, Decoder
 from blockpilot.training.dense_attention import PrefillAttention, StaticCacheAttention
 
-WINDOW_STEP = 64
-PREFILL_STEP = 16  # prompts are padded to a multiple of this
-MAX_PREFILL_ROWS = 256
+_WINDOW_STEP = 64
+_PREFILL_STEP = 16  # prompts are padded to a multiple of this
+_MAX_PREFILL_ROWS = 256
 
 
 @dataclass
@@ -83,7 +83,7 @@ class BulkGenerator:
         if self._has_kernel:
             return self.capacity
         longest = int(self.positions.max())
-        return min(self.capacity, -(-(longest + self.refill_every + 1) // WINDOW_STEP) * WINDOW_STEP)
+        return min(self.capacity, -(-(longest + self.refill_every + 1) // _WINDOW_STEP) * _WINDOW_STEP)
 
     def _step(self, window: int) -> None:
         attend = self._attention(window)
@@ -148,8 +148,8 @@ class BulkGenerator:
         while empty := [index for index, row in enumerate(self.rows) if row is None]:
             prompts = sorted(itertools.islice(source, len(empty)), key=lambda row: len(row.prompt_ids))  # less padding
             taken = list(zip(empty, prompts, strict=False))
-            for start in range(0, len(taken), MAX_PREFILL_ROWS):
-                self._prefill(taken[start : start + MAX_PREFILL_ROWS])
+            for start in range(0, len(taken), _MAX_PREFILL_ROWS):
+                self._prefill(taken[start : start + _MAX_PREFILL_ROWS])
             finished = [index for index, row in taken if self._is_finished(row)]
             for index, row in taken:
                 self.rows[index] = None if index in finished else row
@@ -168,7 +168,7 @@ class BulkGenerator:
                     f"{min(row.max_length, self.capacity)}"
                 )
         lengths = torch.tensor([len(row.prompt_ids) for _, row in taken], device=self.device)
-        width = min(self.capacity, -(-int(lengths.max()) // PREFILL_STEP) * PREFILL_STEP)
+        width = min(self.capacity, -(-int(lengths.max()) // _PREFILL_STEP) * _PREFILL_STEP)
         padded = torch.tensor([row.prompt_ids + [0] * (width - len(row.prompt_ids)) for _, row in taken])
         rows = torch.tensor([index for index, _ in taken], device=self.device)
         positions = torch.arange(width, device=self.device).repeat(len(taken))

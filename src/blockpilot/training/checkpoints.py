@@ -1,10 +1,19 @@
-"""What a run leaves on disk: one checkpoint, replaced whole, and a log of JSON lines that never runs ahead of it."""
+"""How a run stops and goes on.
+
+On disk it leaves one checkpoint, replaced whole, and a log of JSON lines that never runs ahead of it. It stops between
+two steps, not inside one: schedulers announce the end of a machine with SIGTERM and people press Ctrl-C; both only
+raise a flag that the loop looks at. A second signal means "now": it raises KeyboardInterrupt wherever the program is.
+"""
 
 import errno
 import json
 import logging
+import signal
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,8 +23,8 @@ from blockpilot.core.files import atomic_path, write_text
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
-# May differ when a run goes on: what memory allows, and how often something is said, saved or compiled.
-FREE_KEYS = ("batch_size", "blocks", "log_every", "evaluate_every", "checkpoint_every", "is_compiled")
+# May differ when a run goes on: what memory allows, and what is evaluated, saved or compiled when.
+_FREE_KEYS = ("batch_size", "blocks", "evaluate_every", "checkpoint_every", "is_compiled")
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +58,7 @@ def load_checkpoint(out: Path, identity: Mapping[str, Any], device: torch.device
     for key, value in _flatten(identity).items():
         if saved.get(key) == value:
             continue
-        if key.rpartition(".")[2] not in FREE_KEYS:
+        if key.rpartition(".")[2] not in _FREE_KEYS:
             raise InputError(
                 f"{path} belongs to another run: {key} was {saved.get(key)!r}, now {value!r}; choose another --out"
             )
@@ -84,3 +93,45 @@ def trim_log(out: Path, step: int) -> None:
     """Drop rows written after the checkpoint: those steps will run again."""
     rows = [json.dumps(row) + "\n" for row in read_log(out) if row["step"] <= step]
     write_text(out / LOG, "".join(rows))
+
+
+class TrainingStoppedError(BlockPilotError):
+    """Somebody asked for the stop; nothing is wrong."""
+
+    def __init__(self, message: str, signal_number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number  # what shells expect
+
+
+@dataclass
+class StopFlag:
+    received: int = 0  # the first SIGINT or SIGTERM; 0: none yet
+
+
+@contextmanager
+def stop_flag() -> Iterator[StopFlag]:
+    """While active, the first signal to stop is only noted."""
+    flag, previous = StopFlag(), {}
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        if flag.received:
+            raise KeyboardInterrupt
+        flag.received = number
+        logger.warning("stopping after this step; once more to stop at once")
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, receive)
+    except ValueError:  # only the main thread may; elsewhere signals are not ours to handle
+        pass
+    try:
+        yield flag
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """On a GPU PyTorch has its own error; on a CPU it is a RuntimeError like any other."""
+    is_cpu_error = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return is_cpu_error or isinstance(error, torch.OutOfMemoryError | MemoryError)

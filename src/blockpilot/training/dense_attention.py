@@ -3,6 +3,8 @@
 Packed rows are a flattened [batch, time] grid here, so one scaled-dot-product call serves a whole batch.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,10 +17,7 @@ class CausalAttention:
         self.batch_size = batch_size
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        queries, keys, values = (_split(x, self.batch_size) for x in (q, k, v))
-        keys, values = _expand(keys, q.shape[1]), _expand(values, q.shape[1])
-        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        return out.transpose(1, 2).reshape(q.shape[0], -1)
+        return _attend(q, _split(k, self.batch_size), _split(v, self.batch_size), is_causal=True)
 
 
 class StaticCacheAttention:
@@ -73,13 +72,39 @@ class BlockAttention:
         self.context = context
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        batch_size = self.mask.shape[0]
-        seen_keys, seen_values = (_split(x, batch_size) for x in self.context[layer])
-        keys = torch.cat((seen_keys, _split(k, batch_size)), dim=2)
-        values = torch.cat((seen_values, _split(v, batch_size)), dim=2)
-        keys, values = _expand(keys, q.shape[1]), _expand(values, q.shape[1])
-        out = F.scaled_dot_product_attention(_split(q, batch_size), keys, values, attn_mask=self.mask)
-        return out.transpose(1, 2).reshape(q.shape[0], -1)
+        both = zip(self.context[layer], (k, v), strict=True)
+        keys, values = (torch.cat([_split(x, len(self.mask)) for x in pair], dim=2) for pair in both)
+        return _attend(q, keys, values, attn_mask=self.mask)
+
+
+class UnrollAttention:
+    """EAGLE-3 chains from every row of a text: a row sees the text up to its chain's start, and the chain itself."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.steps: list[list[Tensor]] = []  # keys and values [B, H, T, D] of every unrolled step
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.steps.append([_expand(_split(x, self.batch_size), q.shape[1]) for x in (k, v)])
+        keys, values = (torch.cat(parts, dim=2) for parts in zip(*self.steps, strict=True))
+        mask = _unroll_mask(len(q) // self.batch_size, len(self.steps) - 1, q.device)
+        return _attend(q, keys, values, attn_mask=mask)
+
+
+def _unroll_mask(width: int, step: int, device: torch.device) -> Tensor:
+    """[T, (step + 1) * T]: which rows of which step row i of this step sees."""
+    row = torch.arange(width, device=device)[:, None]
+    column = torch.arange(width, device=device)
+    parts = [column <= row - step]
+    parts += [column == row - step + later for later in range(1, step + 1)]
+    return torch.cat(parts, dim=1)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+    """What queries [B * T, H, D] read of keys and values [B, Hkv, S, D]: [B * T, H * D]."""
+    keys, values = (_expand(x, q.shape[1]) for x in (keys, values))
+    out = F.scaled_dot_product_attention(_split(q, len(keys)), keys, values, **options)
+    return out.transpose(1, 2).reshape(q.shape[0], -1)
 
 
 def _split(x: Tensor, batch_size: int) -> Tensor:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from blockpilot.core.config import MAX_BLOCK_SIZE
 from blockpilot.core.errors import InputError
-from blockpilot.training.trainer import LoopConfig
 
 KINDS = ("dflash", "dflash2", "eagle3")
 _AT_LEAST_ONE = (
@@ -60,19 +59,6 @@ class DrafterRun:
         for name in names:
             if getattr(self, name) < least:
                 raise InputError(f"{_flag(name)} must be at least {least}, got {getattr(self, name)}")
-
-    @property
-    def loop(self) -> LoopConfig:
-        return LoopConfig(
-            num_steps=self.steps,
-            batch_size=self.batch_size,
-            width=self.width,
-            learning_rate=self.learning_rate,
-            optimizer=self.optimizer,
-            seed=self.seed,
-            evaluate_every=self.evaluate_every,
-            checkpoint_every=self.checkpoint_every,
-        )
 
 
 def _flag(name: str) -> str:

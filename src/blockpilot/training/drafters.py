@@ -15,7 +15,7 @@ from blockpilot.models.loading import LoadedTarget
 from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.responses import ResponseSet
 
-EAGLE3_HEAD_SIZE = 4096
+_EAGLE3_HEAD_SIZE = 4096
 _SHAPE_FIELDS = ("block_size", "tap_layers", "conv_kernel_size", "selector_rank")
 _LAYER_FIELDS = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rope")
 
@@ -92,7 +92,7 @@ def build_eagle3(run: DrafterRun, target: LoadedTarget, texts: ResponseSet) -> E
     """A fresh EAGLE-3 head: one layer, three taps, a head over the tokens that answers use most."""
     config = target.decoder.config
     count, size = config.num_layers, run.intermediate_size or config.intermediate_size
-    rows = frequent_tokens(min(run.head_size or EAGLE3_HEAD_SIZE, config.vocab_size), target, texts)
+    rows = frequent_tokens(min(run.head_size or _EAGLE3_HEAD_SIZE, config.vocab_size), target, texts)
     model = Eagle3(
         Eagle3Config(
             layers=replace(config, architecture="llama", moe=None, num_layers=1, intermediate_size=size),

@@ -1,7 +1,8 @@
-"""EAGLE-3 training as the trainer runs it, and the evaluation of a finished head."""
+"""What an EAGLE-3 head learns: to continue the target's hidden states by itself ("training-time test").
 
-from dataclasses import asdict
-from typing import Any
+Chains start at every position and are unrolled for a few steps (`unroll` in `text_passes.py`). From the second step on
+the head reads its own outputs, so that errors it will make when drafting are errors it trains on.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -9,94 +10,58 @@ from torch import Tensor
 
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.eagle3 import Eagle3
-from blockpilot.training.dflash_objective import mixed_precision, read_taps
-from blockpilot.training.eagle3_objective import eagle3_loss, own_embedding, unroll
-from blockpilot.training.evaluation import RECALL_AT, TauReport, mean_scores, tau_report
-from blockpilot.training.loss_terms import LossTerms
-from blockpilot.training.responses import ResponseSet
+from blockpilot.training.drafter_run import DrafterRun
+from blockpilot.training.objective import DrafterTraining, LossTerms
+from blockpilot.training.responses import ResponseSet, TextBatch
+from blockpilot.training.text_passes import Embed, mixed_precision, own_embedding, unroll
+
+STEP_DECAY = 0.8  # loss weight of each further unrolled step
 
 
-class Eagle3Training:
-    """The objective that the trainer runs."""
+class Eagle3Training(DrafterTraining):
+    """Draws no random numbers: every position of every text is a start."""
 
-    def __init__(
-        self,
-        model: Eagle3,
-        decoder: Decoder,
-        *,
-        num_unrolled: int,
-        is_compiled: bool,
-        held_out: ResponseSet | None,
-        width: int,
-    ) -> None:
+    model: Eagle3
+    row_of: Tensor
+
+    def __init__(self, model: Eagle3, decoder: Decoder, run: DrafterRun, held_out: ResponseSet | None = None) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass died under these masks (PyTorch 2.11, H200)
-        self.model, self.decoder, self.num_unrolled = model, decoder, num_unrolled
-        self.held_out, self.width = held_out, width
-        model.draft_token_ids = model.draft_token_ids.to(decoder.lm_head.weight.device)
+        super().__init__(model, decoder, run, held_out)
         model.lm_head.weight.data.copy_(decoder.lm_head.weight[model.draft_token_ids])  # start from the target's rows
-        self.row_of = model.draft_rows()
-        self._loss = torch.compile(eagle3_loss) if is_compiled else eagle3_loss
-        self._read_taps = torch.compile(read_taps) if is_compiled else read_taps
+        self._loss = self._compiled(eagle3_loss)
 
     @property
-    def num_random(self) -> int:
-        return 0  # every position of every text is a start
+    def block_size(self) -> int:
+        return self.run.unrolled + 1
 
-    def loss(self, ids: Tensor, lengths: Tensor, prompt_lengths: Tensor, uniform: Tensor) -> LossTerms:
-        _, taps = self._read_taps(self.decoder, ids, self.model.config.tap_layers)
+    def loss(self, texts: TextBatch, uniform: Tensor) -> LossTerms:
+        _, taps = self._read_taps(self.decoder, texts.ids, self.model.config.tap_layers)
+        embed, labels = own_embedding(self.model, self.decoder), self.row_of[texts.ids]
         with mixed_precision(self.decoder):
-            return self._loss(
-                self.model,
-                taps,
-                ids,
-                lengths,
-                prompt_lengths,
-                embed=own_embedding(self.model, self.decoder),
-                labels=self.row_of[ids],
-                num_steps=self.num_unrolled,
-            )
-
-    def evaluate(self) -> dict[str, Any]:
-        if self.held_out is None:
-            return {}
-        size = self.num_unrolled + 1
-        with mixed_precision(self.decoder):
-            report = evaluate_eagle3(self.model, self.decoder, self.held_out, block_size=size, width=self.width)
-        return asdict(report)
+            return self._loss(self.model, embed, taps, texts, labels=labels, num_steps=self.run.unrolled)
 
 
-@torch.inference_mode()
-def evaluate_eagle3(
-    model: Eagle3, decoder: Decoder, responses: ResponseSet, *, block_size: int, width: int, batch_size: int = 16
-) -> TauReport:
-    """Tau of chains of `block_size` from every anchor of finished greedy answers."""
-    device = decoder.embed_tokens.weight.device
-    emitted: list[Tensor] = []
-    scores: list[Tensor] = []
-    row_of = model.draft_rows().to(device)
-    for first in range(0, len(responses), batch_size):
-        indices = torch.arange(first, min(first + batch_size, len(responses)))
-        ids, lengths, prompt_lengths = (x.to(device) for x in responses.batch(indices, width))
-        _, taps = read_taps(decoder, ids, model.config.tap_layers)
-        hits, recalls = _chain_hits(model, decoder, taps, ids, lengths, row_of, num_steps=block_size - 1)
-        for row in range(len(indices)):
-            start, end = int(prompt_lengths[row]) - 1, int(lengths[row]) - 1
-            emitted.append(1 + hits[row, start:end].float().cumprod(-1).sum(-1).long().cpu())
-            whole = slice(start, max(start, end - block_size + 1))  # chains that end inside the text
-            scores.append(torch.stack((hits[row, whole], recalls[row, whole]), -1).float())
-    return tau_report(emitted, responses, width=width, per_depth=mean_scores(scores, block_size - 1))
+def eagle3_loss(
+    model: Eagle3, embed: Embed, taps: Tensor, texts: TextBatch, *, labels: Tensor, num_steps: int
+) -> LossTerms:
+    """Cross-entropy, one term per unrolled step; `labels` [B, T] are head rows, -1 where the head has none."""
+    starts, ends = texts.prompt_lengths[:, None], texts.lengths[:, None]
+    rows = torch.arange(texts.ids.shape[1] - 1, device=texts.ids.device)
+    target = F.pad(labels[:, 2:], (0, 1), value=-1)  # row i -> token i + 2
+    decay_sum = sum(STEP_DECAY**step for step in range(num_steps))
+    sums, weights, hits = [], [], []
+    for step, logits in enumerate(unroll(model, embed, taps, texts.ids, num_steps=num_steps)):
+        is_known = (rows - step + 1 >= starts) & (rows + 2 < ends) & (target >= 0)
+        losses = F.cross_entropy(logits.float().flatten(0, 1), target.clamp(min=0).flatten(), reduction="none")
+        sums.append(STEP_DECAY**step / decay_sum * (losses.view(target.shape) * is_known).sum())
+        weights.append(is_known.sum().float())
+        hits.append(((logits.argmax(-1) == target) & is_known).roll(-step, dims=1))
+    is_inside = (rows + 1 >= starts) & (rows + num_steps + 1 < ends)  # starts of chains that fit into their answer
+    return LossTerms(torch.stack(sums), torch.stack(weights), _chain_metrics(torch.stack(hits, -1), is_inside))
 
 
-def _chain_hits(
-    model: Eagle3, decoder: Decoder, taps: Tensor, ids: Tensor, lengths: Tensor, row_of: Tensor, *, num_steps: int
-) -> tuple[Tensor, Tensor]:
-    """Per starting row and depth [B, T - 1, D]: the chain's token is right; the right one is among the best 8."""
-    target = F.pad(row_of[ids][:, 2:], (0, 1), value=-1)
-    rows = torch.arange(ids.shape[1] - 1, device=ids.device)
-    is_known = (rows + 2 < lengths[:, None]) & (target >= 0)
-    hits, recalls = [], []
-    for step, logits in enumerate(unroll(model, taps, ids, embed=own_embedding(model, decoder), num_steps=num_steps)):
-        best = logits.topk(min(RECALL_AT, logits.shape[-1]), dim=-1).indices
-        hits.append(((best[..., 0] == target) & is_known).roll(-step, dims=1))
-        recalls.append(((best == target[..., None]).any(-1) & is_known).roll(-step, dims=1))
-    return torch.stack(hits, -1), torch.stack(recalls, -1)
+def _chain_metrics(hits: Tensor, is_inside: Tensor) -> dict[str, Tensor]:
+    """Means over the chains inside; `hits` [B, T - 1, D] by starting row and depth."""
+    count = is_inside.sum().clamp(min=1)
+    accepted = hits.float().cumprod(-1).sum(-1)
+    return {"emitted": 1 + (accepted * is_inside).sum() / count, "first": (hits[..., 0] & is_inside).sum() / count}

@@ -2,9 +2,11 @@
 
 Greedy decoding does not depend on what was drafted, so a finished greedy answer tells everything: draft at every
 anchor, count how many drafted tokens the answer confirms, then walk from anchor to anchor as decoding would. This is
-`tau` as decoding measures it, up to rounding.
+`tau` as decoding measures it, up to rounding. For EAGLE-3 one unrolling does it: as long as all drafted tokens are
+right they equal the text's, so feeding the text's tokens drafts the chains of all anchors at once.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +15,14 @@ from torch import Tensor
 
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import CandidateSelector, DFlash
+from blockpilot.models.eagle3 import Eagle3
 from blockpilot.text.loops import find_loop
 from blockpilot.training.blocks import Blocks, make_blocks
-from blockpilot.training.dflash_objective import draft_hidden, read_taps
-from blockpilot.training.responses import ResponseSet
+from blockpilot.training.responses import ResponseSet, TextBatch
+from blockpilot.training.text_passes import TargetEnds, draft_hidden, head_rows, own_embedding, read_taps, unroll
 
-RECALL_AT = 8
+_RECALL_AT = 8
+ANCHORS_PER_PASS = 64  # DFlash blocks per text
 
 
 @dataclass(frozen=True)
@@ -30,86 +34,103 @@ class TauReport:
     recall: list[float]  # per depth: the right token is among the best 8
 
 
+@dataclass(frozen=True)
+class _Drafts:
+    """Drafts at N places of every text of a batch."""
+
+    hits: Tensor  # [B, N, D], the chain's token is right
+    recalls: Tensor  # [B, N, D], the right token is among the best 8
+    is_anchor: Tensor  # [B, N], an answer token stands there
+    is_whole: Tensor  # [B, N], and the draft ends inside the text
+
+
 @torch.inference_mode()
-def evaluate_dflash(
-    model: DFlash,
+def evaluate_drafter(
+    model: DFlash | Eagle3,
     decoder: Decoder,
     responses: ResponseSet,
     *,
     block_size: int,
     width: int,
     batch_size: int = 16,
-    anchors_per_pass: int = 64,
 ) -> TauReport:
-    """Tau of blocks of `block_size` from every anchor of finished greedy answers."""
+    """Tau of blocks or chains of `block_size` from every anchor of finished greedy answers."""
     device = decoder.embed_tokens.weight.device
     emitted: list[Tensor] = []
-    scores: list[Tensor] = []
-    for first in range(0, len(responses), batch_size):
-        indices = torch.arange(first, min(first + batch_size, len(responses)))
-        ids, lengths, prompt_lengths = (x.to(device) for x in responses.batch(indices, width))
-        _, taps = read_taps(decoder, ids, model.config.tap_layers)
-        lengths_at = [[torch.empty(0, dtype=torch.int64)] for _ in indices]
-        for start in range(0, int((lengths - prompt_lengths).max()), anchors_per_pass):
-            anchors = prompt_lengths[:, None] + torch.arange(start, start + anchors_per_pass, device=device)
-            is_anchor = anchors < lengths[:, None]
-            sizes = torch.full_like(anchors, block_size)
-            blocks = make_blocks(ids, lengths, anchors=anchors.clamp(max=width - 1), sizes=sizes, full_size=block_size)
-            hits, recall = _score(model, decoder, taps, ids, blocks)
-            scores.append(torch.stack((hits, recall), -1)[is_anchor & blocks.is_valid.all(-1)].float())
-            for row, found in enumerate(lengths_at):
-                found.append(1 + hits[row][is_anchor[row]].cumprod(-1).sum(-1).cpu())
-        emitted += [torch.cat(found) for found in lengths_at]
-    return tau_report(emitted, responses, width=width, per_depth=mean_scores(scores, block_size - 1))
-
-
-def mean_scores(scores: list[Tensor], num_depths: int) -> Tensor:
-    """Mean [depths, 2] of accuracy and recall over all whole blocks; zeros where no text holds one."""
-    everything = torch.cat([torch.zeros(0, num_depths, 2), *(score.cpu() for score in scores)])
-    return everything.sum(0) / max(1, len(everything))
-
-
-def tau_report(emitted: list[Tensor], responses: ResponseSet, *, width: int, per_depth: Tensor) -> TauReport:
-    """Walk every text; `emitted[i][k]` is what a step from the k-th answer token of text i would emit."""
+    scores = [torch.zeros(0, block_size - 1, 2)]
+    for indices in torch.arange(len(responses)).split(batch_size):
+        texts = responses.batch(indices, width).to(device)
+        _, taps = read_taps(decoder, texts.ids, model.config.tap_layers)
+        if isinstance(model, Eagle3):
+            drafts = _draft_chains(model, decoder, taps, texts, num_steps=block_size - 1)
+        else:
+            drafts = _draft_blocks(model, decoder, taps, texts, block_size=block_size)
+        lengths = 1 + drafts.hits.long().cumprod(-1).sum(-1)
+        emitted += [row[is_anchor].cpu() for row, is_anchor in zip(lengths, drafts.is_anchor, strict=True)]
+        scores.append(torch.stack((drafts.hits, drafts.recalls), -1)[drafts.is_whole].float().cpu())
+    everything = torch.cat(scores)
+    per_depth = everything.sum(0) / max(1, len(everything))  # zeros where no text holds a whole draft
     answers = [responses.answer_ids(index, width) for index in range(len(responses))]
     walks = [_walk(lengths, answer) for lengths, answer in zip(emitted, answers, strict=True)]
     return _summarise([walk for walk in walks if walk[0]], per_depth)
 
 
-def head_rows(model: DFlash, decoder: Decoder) -> Tensor:
-    """The rows of the target's head that the drafter looks at."""
-    weight = decoder.lm_head.weight
-    return weight if model.draft_token_ids is None else weight[model.draft_token_ids.to(weight.device)]
+def _draft_chains(model: Eagle3, decoder: Decoder, taps: Tensor, texts: TextBatch, *, num_steps: int) -> _Drafts:
+    """Chains of EAGLE-3, from every row of the texts."""
+    row_of = head_rows(model.draft_token_ids, decoder.config.vocab_size).to(texts.ids.device)
+    target = F.pad(row_of[texts.ids][:, 2:], (0, 1), value=-1)
+    rows = torch.arange(texts.ids.shape[1] - 1, device=texts.ids.device)
+    starts, ends = texts.prompt_lengths[:, None] - 1, texts.lengths[:, None] - 1
+    is_known = (rows + 1 < ends) & (target >= 0)
+    hits, recalls = [], []
+    for step, logits in enumerate(unroll(model, own_embedding(model, decoder), taps, texts.ids, num_steps=num_steps)):
+        best = logits.topk(min(_RECALL_AT, logits.shape[-1]), dim=-1).indices
+        hits.append(((best[..., 0] == target) & is_known).roll(-step, dims=1))
+        recalls.append(((best == target[..., None]).any(-1) & is_known).roll(-step, dims=1))
+    is_anchor, is_whole = ((rows >= starts) & (rows < end) for end in (ends, ends - num_steps))
+    return _Drafts(torch.stack(hits, -1), torch.stack(recalls, -1), is_anchor, is_whole)
 
 
-def _score(model: DFlash, decoder: Decoder, taps: Tensor, ids: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+def _draft_blocks(model: DFlash, decoder: Decoder, taps: Tensor, texts: TextBatch, *, block_size: int) -> _Drafts:
+    """Blocks of DFlash at every answer token, some at a time."""
+    ends = TargetEnds.of(model, decoder)
+    most = max(1, int((texts.lengths - texts.prompt_lengths).max()))
+    columns = []
+    for steps in torch.arange(most, device=taps.device).split(ANCHORS_PER_PASS):
+        anchors = texts.prompt_lengths[:, None] + steps
+        is_anchor = anchors < texts.lengths[:, None]
+        anchors, sizes = anchors.clamp(max=texts.ids.shape[1] - 1), torch.full_like(anchors, block_size)
+        blocks = make_blocks(texts, anchors=anchors, sizes=sizes, full_size=block_size)
+        columns.append((*_score(model, ends, taps, blocks), is_anchor, is_anchor & blocks.is_valid.all(-1)))
+    return _Drafts(*(torch.cat(column, dim=1) for column in zip(*columns, strict=True)))
+
+
+def _score(model: DFlash, ends: TargetEnds, taps: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Per anchor and depth: the drafted chain's token is right [B, A, D]; the right token is among the best 8."""
-    head = head_rows(model, decoder)
-    hidden = draft_hidden(model, taps, blocks, ids=ids, embed=decoder.embed_tokens)[:, :, 1:].to(head.dtype)
-    logits = F.linear(hidden, head).float()
-    width = model.config.selector_top_k if model.candidate_selector is not None else RECALL_AT
+    hidden = draft_hidden(model, ends.embed, taps, blocks)[:, :, 1:].to(ends.head.dtype)
+    logits = F.linear(hidden, ends.head).float()
+    width = model.config.selector_top_k if model.candidate_selector is not None else _RECALL_AT
     best = logits.topk(min(width, logits.shape[-1]), dim=-1)
     rows = model.draft_token_ids
-    tokens = best.indices if rows is None else rows.to(ids.device)[best.indices]  # [B, A, D, K]
-    recall = (tokens[..., :RECALL_AT] == blocks.labels[..., None]).any(-1)
+    tokens = best.indices if rows is None else rows.to(taps.device)[best.indices]  # [B, A, D, K]
+    recall = (tokens[..., :_RECALL_AT] == blocks.labels[..., None]).any(-1)
     chosen = tokens[..., 0]
     if model.candidate_selector is not None:
-        chosen = _walk_selector(model.candidate_selector, best.values, tokens, hidden, ids.gather(1, blocks.anchors))
+        picks = _walk_selector(model.candidate_selector, best.values, tokens, hidden, blocks.anchor_ids)
+        chosen = torch.stack(list(picks), dim=-1)
     return (chosen == blocks.labels) & blocks.is_valid, recall
 
 
 def _walk_selector(
     selector: CandidateSelector, values: Tensor, tokens: Tensor, hidden: Tensor, anchor_ids: Tensor
-) -> Tensor:
-    """The chain DFlash 2 drafts [B, A, D]: at every depth the best child of the one chosen before."""
-    parent, chosen = anchor_ids, []
-    hidden = hidden.to(selector.successor_codebook.dtype)
+) -> Iterator[Tensor]:
+    """The chain DFlash 2 drafts, [B, A] at every depth: the best child of the one chosen before."""
+    parent, hidden = anchor_ids, hidden.to(selector.successor_codebook.dtype)
     for depth in range(tokens.shape[2]):
         pair = selector(parent[..., None], hidden[:, :, depth], tokens[:, :, depth])
         pick = (values[:, :, depth] + pair[..., 0, :].float()).argmax(-1, keepdim=True)
         parent = tokens[:, :, depth].gather(-1, pick)[..., 0]
-        chosen.append(parent)
-    return torch.stack(chosen, dim=-1)
+        yield parent
 
 
 def _walk(emitted: Tensor, answer: list[int]) -> tuple[list[int], list[int]]:

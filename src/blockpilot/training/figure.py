@@ -1,7 +1,7 @@
 """The curve of a run: loss, held-out tau, and how right the drafter is at each position. Needs matplotlib."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,38 +10,44 @@ from blockpilot.training.checkpoints import read_log
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-NAME = "curve"
-FORMATS = ("svg", "png")
-TAUS = {"tau_mean": "per answer", "tau_loop_free": "loop-free"}
+_TAUS = {"tau_mean": "per answer", "tau_loop_free": "loop-free"}
 
 logger = logging.getLogger(__name__)
 
 
 def draw_curve(out: Path) -> list[Path]:
-    """Write `curve.svg` and `curve.png` from the log in `out`; nothing where matplotlib is not installed."""
+    """Write `curve.svg` and `curve.png` from the log in `out`."""
+    rows = list(read_log(out))
+    evaluations = [row for row in rows if row.get("evaluation")]
+
+    def draw(figure: "Figure") -> None:
+        loss, tau, position = figure.subplots(1, 3)
+        _draw_loss(loss, [row for row in rows if "loss" in row])
+        _draw_tau(tau, evaluations)
+        _draw_positions(position, evaluations)
+
+    return write_figure(out, "curve", (10.5, 3.2), draw)
+
+
+def write_figure(out: Path, name: str, size: tuple[float, float], draw: "Callable[[Figure], None]") -> list[Path]:
+    """Draw a figure and write it as SVG and PNG; nothing where matplotlib is not installed."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
-        logger.info("no curve drawn: matplotlib is not installed (pip install 'blockpilot[figures]')")
+        logger.info("no %s drawn: matplotlib is not installed (pip install 'blockpilot[figures]')", name)
         return []
-    rows = list(read_log(out))
-    steps = [row for row in rows if "loss" in row]
-    evaluations = [row for row in rows if row.get("evaluation")]
-    with rc_context({"svg.hashsalt": NAME, "font.size": 9}):  # the same log gives the same file
-        figure = Figure(figsize=(10.5, 3.2), layout="constrained")
-        loss, tau, position = figure.subplots(1, 3)
-        _draw_loss(loss, steps)
-        _draw_tau(tau, evaluations)
-        _draw_positions(position, evaluations)
-        return [_write(figure, out / f"{NAME}.{kind}", kind) for kind in FORMATS]
-
-
-def _write(figure: Any, path: Path, kind: str) -> Path:
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    return path
+    paths = [out / f"{name}.{kind}" for kind in ("svg", "png")]
+    with rc_context({"svg.hashsalt": name, "font.size": 9}):  # the same data gives the same file
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
+        for path in paths:
+            is_svg = path.suffix == ".svg"
+            with atomic_path(path) as temporary:
+                figure.savefig(temporary, format=path.suffix[1:], dpi=150, metadata={"Date": None} if is_svg else None)
+    return paths
 
 
 def _draw_loss(axes: "Axes", rows: Sequence[dict[str, Any]]) -> None:
@@ -50,7 +56,7 @@ def _draw_loss(axes: "Axes", rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_tau(axes: "Axes", rows: Sequence[dict[str, Any]]) -> None:
-    for key, label in TAUS.items():
+    for key, label in _TAUS.items():
         axes.plot([row["step"] for row in rows], [row["evaluation"][key] for row in rows], marker="o", label=label)
     axes.set(title="held-out tau", xlabel="step")
     axes.legend()

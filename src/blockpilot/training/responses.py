@@ -5,22 +5,16 @@ total length and prompt length, so a million texts cost three tensors. Shards ar
 that is interrupted goes on behind the last one.
 """
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockpilot.core import files
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import atomic_path, write_text
-
-SCHEMA_VERSION = 1
-MANIFEST = "manifest.json"
-KEYS = ("token_ids", "lengths", "prompt_lengths")
+from blockpilot.core.files import atomic_path
 
 
 @dataclass(frozen=True)
@@ -29,67 +23,63 @@ class Response:
     num_prompt_tokens: int
 
 
-class ResponseFolder:
-    """The folder on disk; nothing is created before something is written."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @property
-    def shards(self) -> list[Path]:
-        return sorted(self.folder.glob("shard-*.safetensors"))
-
-    def read_manifest(self) -> dict[str, Any] | None:
-        return files.read_manifest(self.folder / MANIFEST, SCHEMA_VERSION, "move the folder away and start anew")
-
-    def write_manifest(self, content: dict[str, Any]) -> None:
-        text = json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2) + "\n"
-        write_text(self.folder / MANIFEST, text)
-
-    def shard_path(self, index: int) -> Path:
-        return self.folder / f"shard-{index:05d}.safetensors"
-
-    def write_shard(self, index: int, responses: Sequence[Response]) -> None:
-        from safetensors.torch import save_file
-
-        flat = [token_id for response in responses for token_id in response.token_ids]
-        tensors = {
-            "token_ids": torch.tensor(flat, dtype=torch.int32 if max(flat, default=0) > 65535 else torch.uint16),
-            "lengths": torch.tensor([len(response.token_ids) for response in responses], dtype=torch.int32),
-            "prompt_lengths": torch.tensor([response.num_prompt_tokens for response in responses], dtype=torch.int32),
-        }
-        with atomic_path(self.shard_path(index)) as path:
-            save_file(tensors, str(path))
-
-    def read(self) -> "ResponseSet":
-        """All texts of all shards."""
-        if not self.shards:
-            raise InputError(
-                f"{self.folder} holds no training text: run `blockpilot synthesize --out {self.folder}` first"
-            )
-        parts = [_read_shard(path) for path in self.shards]
-        return ResponseSet(*(torch.cat([part[key] for part in parts]) for key in KEYS))
+def shard_path(folder: Path, index: int) -> Path:
+    return folder / f"shard-{index:05d}.safetensors"
 
 
-def _read_shard(path: Path) -> dict[str, Tensor]:
+def write_shard(path: Path, responses: Iterable[Response]) -> None:
+    from safetensors.torch import save_file
+
+    texts = ResponseSet.from_responses(responses)
+    is_small = not len(texts.token_ids) or int(texts.token_ids.max()) <= 65535
+    tensors = {
+        "token_ids": texts.token_ids.to(torch.uint16 if is_small else torch.int32),
+        "lengths": texts.lengths.int(),
+        "prompt_lengths": texts.prompt_lengths.int(),
+    }
+    with atomic_path(path) as temporary:
+        save_file(tensors, str(temporary))
+
+
+def read_responses(folder: Path) -> "ResponseSet":
+    """All texts of all shards."""
+    shards = sorted(folder.glob("shard-*.safetensors"))
+    if not shards:
+        raise InputError(f"{folder} holds no training text: run `blockpilot synthesize --out {folder}` first")
+    parts = [_read_shard(path) for path in shards]
+    return ResponseSet(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _read_shard(path: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, lengths and prompt lengths."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    advice = "delete it and run `blockpilot synthesize` again"
     try:
         tensors = load_file(str(path))
-        token_ids, lengths, prompt_lengths = (tensors[key] for key in KEYS)
+        token_ids, lengths, prompt_lengths = (tensors[key] for key in ("token_ids", "lengths", "prompt_lengths"))
         is_sound = int(lengths.sum()) == len(token_ids) and bool((prompt_lengths <= lengths).all())
     except (SafetensorError, KeyError, ValueError) as error:
-        raise InputError(f"{path} is damaged: delete it and run `blockpilot synthesize` again") from error
+        raise InputError(f"{path} is damaged: {advice}") from error
     if not is_sound:
-        raise InputError(
-            f"{path} is damaged: its lengths do not add up; delete it and run `blockpilot synthesize` again"
-        )
-    return {"token_ids": token_ids.int(), "lengths": lengths.long(), "prompt_lengths": prompt_lengths.long()}
+        raise InputError(f"{path} is damaged: its lengths do not add up; {advice}")
+    return token_ids.int(), lengths.long(), prompt_lengths.long()
+
+
+class TextBatch(NamedTuple):
+    """Some texts as a padded grid."""
+
+    ids: Tensor  # [B, width], zeros behind the end
+    lengths: Tensor  # [B], cut at the width
+    prompt_lengths: Tensor  # [B], cut at the width
+
+    def to(self, device: torch.device) -> "TextBatch":
+        return TextBatch(*(x.to(device) for x in self))
 
 
 class ResponseSet:
-    """All texts in memory; batches are padded grids."""
+    """All texts in memory."""
 
     def __init__(self, token_ids: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> None:
         self.token_ids, self.lengths, self.prompt_lengths = token_ids, lengths, prompt_lengths
@@ -128,10 +118,9 @@ class ResponseSet:
         place = int(self.starts[index])
         return self.token_ids[place + start : place + end].tolist()
 
-    def batch(self, indices: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids [B, width] padded with 0, and each row's length and prompt length, both cut at `width`."""
+    def batch(self, indices: Tensor, width: int) -> TextBatch:
         offsets = torch.arange(width)
         lengths = self.lengths[indices].clamp(max=width)
         places = (self.starts[indices][:, None] + offsets).clamp(max=len(self.token_ids) - 1)
         ids = self.token_ids[places].long().masked_fill(offsets >= lengths[:, None], 0)
-        return ids, lengths, self.prompt_lengths[indices].clamp(max=width)
+        return TextBatch(ids, lengths, self.prompt_lengths[indices].clamp(max=width))

@@ -1,7 +1,6 @@
 """One training run, from the folder of texts to the drafter on disk."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from blockpilot.core.config import default_dtype
 from blockpilot.core.device import resolve_device
 from blockpilot.core.errors import InputError
+from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.dflash_format import save_dflash
 from blockpilot.models.eagle3 import Eagle3
@@ -17,19 +17,22 @@ from blockpilot.models.eagle3_format import save_eagle3
 from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.models.wheel_download import Progress
 from blockpilot.training.checkpoints import read_log
-from blockpilot.training.data_check import check_data
-from blockpilot.training.dflash_objective import DFlashObjectiveConfig
 from blockpilot.training.dflash_training import DFlashTraining
 from blockpilot.training.distributed import Group, join_group, own_device
 from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.drafters import build_dflash, build_eagle3
 from blockpilot.training.eagle3_training import Eagle3Training
 from blockpilot.training.figure import draw_curve
-from blockpilot.training.responses import ResponseFolder, ResponseSet
+from blockpilot.training.manifests import read_manifest
+from blockpilot.training.objective import DrafterTraining
+from blockpilot.training.responses import ResponseSet, read_responses
+from blockpilot.training.text_passes import read_taps
 from blockpilot.training.trainer import Trainer
 
-HELD_OUT_SHARE = 0.01
-MAX_HELD_OUT = 256
+_HELD_OUT_SHARE = 0.01
+_MAX_HELD_OUT = 256
+_CHECKED_TEXTS = 32
+_LEAST_AGREEMENT = 0.4  # of answers that are mostly greedy, far below what the author of the text reaches
 
 
 def load_training_target(
@@ -52,19 +55,17 @@ def train_drafter(
     device = target.decoder.embed_tokens.weight.device
     if run.optimizer == "muon" and device.type != "cuda":
         raise InputError("the muon optimizer needs a GPU (its iterations run in bfloat16): use --optimizer adamw")
-    folder = ResponseFolder(data)
-    texts, held_out = split_texts(folder.read(), run.limit_texts)
-    agreement = check_data(target.decoder, texts, device=device, width=run.width)
+    texts, held_out = split_texts(read_responses(data), run.limit_texts)
+    agreement = check_data(target.decoder, texts, width=run.width)
     torch.manual_seed(run.seed)
     objective = _build_objective(run, target, texts, held_out)
     identity = {
-        "run": asdict(run),
         "target": target.name,
-        "data": (folder.read_manifest() or {}).get("config"),
+        "data": (read_manifest(data) or {}).get("config"),
         "num_texts": len(texts),
     }
     with join_group(device) as group:
-        trainer = Trainer(objective, texts, run.loop, out=out, device=device, group=group, identity=identity)
+        trainer = Trainer(objective, texts, run, out=out, group=group, identity=identity)
         trainer.run(report)
     _save(objective.model, out, group)
     return {
@@ -89,33 +90,36 @@ def _save(model: DFlash | Eagle3, out: Path, group: Group) -> None:
 
 def _build_objective(
     run: DrafterRun, target: LoadedTarget, texts: ResponseSet, held_out: ResponseSet
-) -> DFlashTraining | Eagle3Training:
+) -> DrafterTraining:
     decoder = target.decoder
     device = decoder.embed_tokens.weight.device
     if run.kind == "eagle3":
-        return Eagle3Training(
-            build_eagle3(run, target, texts).to(device),
-            decoder,
-            num_unrolled=run.unrolled,
-            is_compiled=run.is_compiled,
-            held_out=held_out,
-            width=run.width,
+        return Eagle3Training(build_eagle3(run, target, texts).to(device), decoder, run, held_out)
+    return DFlashTraining(build_dflash(run, target, texts).to(device), decoder, run, held_out)
+
+
+def check_data(decoder: Decoder, data: ResponseSet, *, width: int) -> float:
+    """Share of answer tokens that the target itself would say; an error where it is too low to be its own text.
+
+    Hours of training on another model's text would end in a drafter nobody accepts.
+    """
+    texts = data.batch(torch.arange(min(_CHECKED_TEXTS, len(data))), width).to(decoder.embed_tokens.weight.device)
+    hidden, _ = read_taps(decoder, texts.ids, (0,))
+    choices = decoder.logits(hidden).argmax(-1).view(texts.ids.shape)
+    places = torch.arange(width, device=texts.ids.device)
+    is_answer = (places >= texts.prompt_lengths[:, None]) & (places < texts.lengths[:, None])
+    share = float((choices[:, :-1] == texts.ids[:, 1:])[is_answer[:, 1:]].float().mean())
+    if not share >= _LEAST_AGREEMENT:  # also where there is no answer at all, and the share is no number
+        raise InputError(
+            f"the target agrees with only {share:.0%} of the training answers: they were written by another model or "
+            "under another chat template; run `blockpilot synthesize` with this target"
         )
-    return DFlashTraining(
-        build_dflash(run, target, texts).to(device),
-        decoder,
-        DFlashObjectiveConfig(position_weights=run.position_weights, gamma=run.gamma, labels=run.labels),
-        num_blocks=run.blocks,
-        min_block_size=run.min_block_size,
-        is_compiled=run.is_compiled,
-        held_out=held_out,
-        width=run.width,
-    )
+    return share
 
 
 def split_texts(texts: ResponseSet, limit: int) -> tuple[ResponseSet, ResponseSet]:
     """Training texts and held-out ones: the last hundredth, which is random because prompts were shuffled."""
-    num_held_out = max(1, min(MAX_HELD_OUT, int(len(texts) * HELD_OUT_SHARE)))
+    num_held_out = max(1, min(_MAX_HELD_OUT, int(len(texts) * _HELD_OUT_SHARE)))
     num_training = len(texts) - num_held_out
     if num_training < 1:
         raise InputError(f"{len(texts)} texts are too few to train on: synthesize more")

@@ -10,10 +10,9 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
@@ -23,11 +22,12 @@ from blockpilot.text.overlap import without_overlap
 from blockpilot.text.prompts import read_prompts
 from blockpilot.text.tokenizer import Tokenizer
 from blockpilot.training.bulk_generation import BulkGenerator, Row
-from blockpilot.training.responses import Response, ResponseFolder
-from blockpilot.training.stopping import is_out_of_memory
+from blockpilot.training.checkpoints import is_out_of_memory
+from blockpilot.training.manifests import read_manifest, require_same_run, write_manifest
+from blockpilot.training.responses import Response, read_responses, shard_path, write_shard
 
 PROMPTS_FILE = "prompts.json"
-REPORT_EVERY = 512
+_REPORT_EVERY = 512
 _PLACEHOLDER = "\u2063PROMPT\u2063"
 
 Report = Callable[[str, int, int], None]  # (what, done, total)
@@ -49,37 +49,112 @@ class SynthesisConfig:
     seed: int = 0
 
 
-def synthesize(config: SynthesisConfig, target: LoadedTarget, out: Path, report: Report) -> ResponseFolder:
+def synthesize(config: SynthesisConfig, target: LoadedTarget, out: Path, report: Report) -> None:
     """Run both phases into `out`, continuing whatever is there."""
     if not target.tokenizer.has_chat_template:
         raise InputError(f"{target.name} has no chat template, so nobody could ask the drafter's target a question")
-    folder = ResponseFolder(out)
-    _check_manifest(folder, config)
     try:
-        _write_all(config, target, folder, report)
+        _Synthesis(config, target, out, report).run()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise BlockPilotError("out of memory: lower --rows and give the same command again to go on") from error
-    return folder
 
 
-def _write_all(config: SynthesisConfig, target: LoadedTarget, folder: ResponseFolder, report: Report) -> None:
-    prompts = _load_or_write_prompts(config, target, folder.folder / PROMPTS_FILE, report)
-    temperatures = random.Random(config.seed).choices(config.temperatures, k=len(prompts))
-    num_shards = -(-len(prompts) // config.shard_size)
-    for index in range(num_shards):
-        if folder.shard_path(index).is_file():
-            continue
-        share = slice(index * config.shard_size, (index + 1) * config.shard_size)
-        rows = [
-            Row(ids, temperature, config.max_length)
-            for ids, temperature in zip(prompts[share], temperatures[share], strict=True)
+class _Synthesis:
+    def __init__(self, config: SynthesisConfig, target: LoadedTarget, out: Path, report: Report) -> None:
+        self.config, self.target, self.out, self.report = config, target, out, report
+        self.tokenizer = target.tokenizer
+        self.identity = {"config": json.loads(json.dumps(asdict(config)))}
+
+    def run(self) -> None:
+        self._check_manifest()
+        prompts, size = self._load_or_write_prompts(self.out / PROMPTS_FILE), self.config.shard_size
+        temperatures = random.Random(self.config.seed).choices(self.config.temperatures, k=len(prompts))
+        num_shards = -(-len(prompts) // size)
+        for index in range(num_shards):
+            path, share = shard_path(self.out, index), slice(index * size, (index + 1) * size)
+            if not path.is_file():
+                pairs = zip(prompts[share], temperatures[share], strict=True)
+                rows = [Row(ids, temperature, self.config.max_length) for ids, temperature in pairs]
+                write_shard(path, self._answer(rows, index))
+        texts = read_responses(self.out)
+        counts = {"num_texts": len(texts), "num_answer_tokens": texts.num_answer_tokens, "num_shards": num_shards}
+        write_manifest(self.out, {**self.identity, "is_complete": True, **counts})
+
+    def _check_manifest(self) -> None:
+        """Continue only a run of the same configuration; `num_rows` may change, because memory may not allow it."""
+        manifest = read_manifest(self.out)
+        if manifest is None:
+            write_manifest(self.out, {**self.identity, "is_complete": False})
+        else:
+            require_same_run(self.out, manifest.get("config") or {}, self.identity["config"], free=("num_rows",))
+
+    def _load_or_write_prompts(self, path: Path) -> list[list[int]]:
+        if path.is_file():
+            return _load_prompts(path)
+        config = self.config
+        texts = [prompt.text for name in config.prompt_files for prompt in read_prompts(Path(name))]
+        if config.num_written:
+            texts += self._write_prompts()
+        unique = list(dict.fromkeys(text.strip() for text in texts if text.strip()))
+        if config.excluded_files:
+            excluded = [prompt.text for name in config.excluded_files for prompt in read_prompts(Path(name))]
+            unique = without_overlap(unique, excluded)
+        encoded = [self.tokenizer.encode_chat(text) for text in unique]
+        kept = [ids for ids in encoded if len(ids) <= config.max_prompt_length]
+        if not kept:
+            raise InputError(
+                f"none of {len(unique)} prompts fits into {config.max_prompt_length} tokens: raise --max-length"
+            )
+        random.Random(config.seed).shuffle(kept)
+        write_text(path, json.dumps(kept, separators=(",", ":")))
+        return kept
+
+    def _write_prompts(self) -> list[str]:
+        """The target as its own user: it goes on behind the chat prefix until it ends its turn."""
+        config, prefix = self.config, chat_prefix(self.tokenizer)
+        starts = [self.tokenizer.encode(start) for start in config.starts]
+        for text, ids in zip(config.starts, starts, strict=True):
+            if len(ids) >= config.max_prompt_length:
+                raise InputError(f"--start {text!r} alone has {len(ids)} tokens of {config.max_prompt_length}")
+        limit = len(prefix) + config.max_prompt_length
+        rows = [Row(prefix + starts[index % len(starts)], 1.0, limit) for index in range(config.num_written)]
+        self._write(rows, limit, config.seed, lambda rate: "writing prompts")
+        is_whole = [row.answer_ids[-1] in self._eos_token_ids and len(row.answer_ids) > 3 for row in rows]
+        return [
+            self.tokenizer.decode(row.prompt_ids[len(prefix) :] + row.answer_ids)
+            for row in itertools.compress(rows, is_whole)
         ]
-        folder.write_shard(index, _answer(config, target, rows, index, report))
-    everything = folder.read()
-    counts = {"num_texts": len(everything), "num_answer_tokens": everything.num_answer_tokens, "num_shards": num_shards}
-    folder.write_manifest({"config": _config_dict(config), "is_complete": True, **counts})
+
+    def _answer(self, rows: list[Row], shard: int) -> Iterator[Response]:
+        """Answers in the order of their prompts: rows finish short ones first, and held-out texts are the last ones."""
+        seed = self.config.seed * 1000003 + shard + 1
+        name = f"answers of shard {shard}"
+        self._write(rows, self.config.max_length, seed, lambda rate: f"{name} ({rate:,.0f} tokens/s)")
+        for row in rows:
+            answer = row.answer_ids[: find_loop(row.answer_ids)]
+            if len(answer) >= self.config.min_answer_length:
+                yield Response(row.prompt_ids + answer, len(row.prompt_ids))
+
+    def _write(self, rows: list[Row], max_length: int, seed: int, describe: Callable[[float], str]) -> None:
+        """Let the target finish all rows; `describe` tells what they are, given the tokens per second."""
+        generator = BulkGenerator(
+            self.target.decoder,
+            num_rows=self.config.num_rows,
+            capacity=max_length + 1,
+            eos_token_ids=self._eos_token_ids,
+            seed=seed,
+        )
+        started, num_tokens = time.perf_counter(), 0
+        for done, row in enumerate(generator.run(iter(rows)), start=1):
+            num_tokens += len(row.answer_ids)
+            if done % _REPORT_EVERY == 0 or done == len(rows):
+                self.report(describe(num_tokens / (time.perf_counter() - started)), done, len(rows))
+
+    @property
+    def _eos_token_ids(self) -> Collection[int]:
+        return self.tokenizer.eos_token_ids or self.target.decoder.config.eos_token_ids
 
 
 def chat_prefix(tokenizer: Tokenizer) -> list[int]:
@@ -94,94 +169,8 @@ def chat_prefix(tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(before)
 
 
-def _load_or_write_prompts(
-    config: SynthesisConfig, target: LoadedTarget, path: Path, report: Report
-) -> list[list[int]]:
-    if path.is_file():
-        return _load_prompts(path)
-    texts = [prompt.text for name in config.prompt_files for prompt in read_prompts(Path(name))]
-    if config.num_written:
-        texts += _write_prompts(config, target, report)
-    unique = list(dict.fromkeys(text.strip() for text in texts if text.strip()))
-    if config.excluded_files:
-        excluded = [prompt.text for name in config.excluded_files for prompt in read_prompts(Path(name))]
-        unique = without_overlap(unique, excluded)
-    encoded = [target.tokenizer.encode_chat(text) for text in unique]
-    kept = [ids for ids in encoded if len(ids) <= config.max_prompt_length]
-    if not kept:
-        raise InputError(
-            f"none of {len(unique)} prompts fits into {config.max_prompt_length} tokens: raise --max-length"
-        )
-    random.Random(config.seed).shuffle(kept)
-    write_text(path, json.dumps(kept, separators=(",", ":")))
-    return kept
-
-
 def _load_prompts(path: Path) -> list[list[int]]:
     try:
         return [list(ids) for ids in json.loads(path.read_text(encoding="utf-8"))]
     except (ValueError, TypeError) as error:
         raise InputError(f"{path} is not readable: {error}; delete it with the shards beside it") from error
-
-
-def _write_prompts(config: SynthesisConfig, target: LoadedTarget, report: Report) -> list[str]:
-    """The target as its own user: it goes on behind the chat prefix until it ends its turn."""
-    prefix = chat_prefix(target.tokenizer)
-    starts = [target.tokenizer.encode(start) for start in config.starts]
-    for text, ids in zip(config.starts, starts, strict=True):
-        if len(ids) >= config.max_prompt_length:
-            raise InputError(f"--start {text!r} alone has {len(ids)} tokens of {config.max_prompt_length}")
-    limit = len(prefix) + config.max_prompt_length
-    generator = _generator(config, target, capacity=limit + 1, seed=config.seed)
-    rows = [Row(prefix + starts[index % len(starts)], 1.0, limit) for index in range(config.num_written)]
-    for done, _ in enumerate(generator.run(iter(rows)), start=1):
-        if done % REPORT_EVERY == 0 or done == config.num_written:
-            report("writing prompts", done, config.num_written)
-    is_whole = [row.answer_ids[-1] in generator.eos_token_ids and len(row.answer_ids) > 3 for row in rows]
-    return [
-        target.tokenizer.decode(row.prompt_ids[len(prefix) :] + row.answer_ids)
-        for row in itertools.compress(rows, is_whole)
-    ]
-
-
-def _answer(
-    config: SynthesisConfig, target: LoadedTarget, rows: list[Row], shard: int, report: Report
-) -> list[Response]:
-    """Answers in the order of their prompts: rows finish short ones first, and held-out texts are the last ones."""
-    generator = _generator(config, target, capacity=config.max_length + 1, seed=config.seed * 1000003 + shard + 1)
-    started, num_tokens = time.perf_counter(), 0
-    for done, row in enumerate(generator.run(iter(rows)), start=1):
-        num_tokens += len(row.answer_ids)
-        if done % REPORT_EVERY == 0 or done == len(rows):
-            rate = num_tokens / (time.perf_counter() - started)
-            report(f"answers of shard {shard} ({rate:,.0f} tokens/s)", done, len(rows))
-    answers = [row.answer_ids[: find_loop(row.answer_ids)] for row in rows]
-    return [
-        Response(row.prompt_ids + answer, len(row.prompt_ids))
-        for row, answer in zip(rows, answers, strict=True)
-        if len(answer) >= config.min_answer_length
-    ]
-
-
-def _generator(config: SynthesisConfig, target: LoadedTarget, *, capacity: int, seed: int) -> BulkGenerator:
-    eos = target.tokenizer.eos_token_ids or target.decoder.config.eos_token_ids
-    return BulkGenerator(target.decoder, num_rows=config.num_rows, capacity=capacity, eos_token_ids=eos, seed=seed)
-
-
-def _config_dict(config: SynthesisConfig) -> dict[str, Any]:
-    return json.loads(json.dumps(asdict(config)))
-
-
-def _check_manifest(folder: ResponseFolder, config: SynthesisConfig) -> None:
-    """Continue only a run of the same configuration; `num_rows` may change, because memory may not allow it."""
-    manifest = folder.read_manifest()
-    if manifest is None:
-        folder.write_manifest({"config": _config_dict(config), "is_complete": False})
-        return
-    found = manifest.get("config") or {}
-    for key, value in _config_dict(config).items():
-        if found.get(key) != value and key != "num_rows":
-            raise InputError(
-                f"{folder.folder} belongs to another run: {key} is {found.get(key)!r} there and {value!r} here; "
-                "choose another --out"
-            )

@@ -7,96 +7,73 @@ are kept apart until all shares are counted, so the step is that of a single pro
 """
 
 import json
+import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import ensure_folder
-from blockpilot.training.checkpoints import append_log, load_checkpoint, read_log, save_checkpoint, trim_log
+from blockpilot.training.checkpoints import (
+    StopFlag,
+    TrainingStoppedError,
+    append_log,
+    is_out_of_memory,
+    load_checkpoint,
+    read_log,
+    save_checkpoint,
+    stop_flag,
+    trim_log,
+)
 from blockpilot.training.distributed import Group
-from blockpilot.training.loss_terms import LossTerms
-from blockpilot.training.optimizers import learning_rate_scale, make_optimizers, set_learning_rate
+from blockpilot.training.drafter_run import DrafterRun
+from blockpilot.training.objective import DrafterTraining
 from blockpilot.training.responses import ResponseSet
-from blockpilot.training.stopping import StopSignals, TrainingStoppedError, is_out_of_memory
 
-ASK_GROUP_EVERY = 8  # steps between two questions to all processes whether to stop
+_WARMUP_SHARE = 0.03  # of the steps
+_WEIGHT_DECAY = 0.01
+_CLIP_NORM = 1.0
+_ASK_GROUP_EVERY = 8  # steps between two questions to all processes whether to stop
 
 Report = Callable[[dict[str, Any]], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoopConfig:
-    num_steps: int
-    batch_size: int = 64
-    width: int = 448
-    learning_rate: float = 1.5e-3
-    warmup_share: float = 0.03
-    weight_decay: float = 0.01
-    clip_norm: float = 1.0
-    optimizer: str = "adamw"  # or muon, for matrices
-    seed: int = 0
-    log_every: int = 25
-    evaluate_every: int = 0  # 0: only at the end
-    checkpoint_every: int = 500
-
-
-class Objective(Protocol):
-    """What is trained, and how a batch turns into a loss."""
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def num_random(self) -> int:
-        """Random numbers wanted per text and step."""
-        ...
-
-    def loss(self, ids: Tensor, lengths: Tensor, prompt_lengths: Tensor, uniform: Tensor) -> LossTerms: ...
-
-    def evaluate(self) -> dict[str, Any]: ...
-
-
 class Trainer:
+    log_every = 25  # steps
+
     def __init__(
         self,
-        objective: Objective,
+        objective: DrafterTraining,
         data: ResponseSet,
-        config: LoopConfig,
+        run: DrafterRun,
         *,
         out: Path,
-        device: torch.device,
         group: Group,
         identity: dict[str, Any],
     ) -> None:
-        """Goes on from the checkpoint in `out` if there is one; `identity` says whose checkpoint that must be."""
-        if config.batch_size % group.size:
-            raise InputError(f"--batch-size {config.batch_size} must be a multiple of the {group.size} processes")
-        self.objective, self.data, self.config = objective, data, config
-        self.device, self.group, self.out = device, group, ensure_folder(out)
-        self.identity = json.loads(json.dumps(identity | {"loop": asdict(config)}))
+        """Goes on from the checkpoint in `out` if there is one: the run and `identity` say whose that must be."""
+        if run.batch_size % group.size:
+            raise InputError(f"--batch-size {run.batch_size} must be a multiple of the {group.size} processes")
+        self.objective, self.data, self.settings = objective, data, run
+        self.group, self.out = group, ensure_folder(out)
+        self.identity = json.loads(json.dumps({"run": asdict(run)} | identity))
         self.parameters = [parameter for parameter in objective.model.parameters() if parameter.requires_grad]
-        self.optimizers = make_optimizers(
-            objective.model,
-            kind=config.optimizer,
-            learning_rate=config.learning_rate,
-            weight_decay=config.weight_decay,
-        )
+        self.optimizers = _make_optimizers(objective.model, run)
         self.step, self.saved_step = 0, -1
         self._is_whole = True  # weights and optimisers belong to `step`, not to the middle of an update
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
         self._load_checkpoint()
 
     def run(self, report: Report) -> None:
-        """Train up to `num_steps`, logging, evaluating and saving on the way; an interruption saves first."""
-        with StopSignals() as signals:
+        """Train up to the last step, logging, evaluating and saving on the way; an interruption saves first."""
+        with stop_flag() as stop:
             try:
-                self._run(report, signals)
+                self._run(report, stop)
             except KeyboardInterrupt:
                 raise TrainingStoppedError(self._save_and_tell("interrupted")) from None
             except Exception as error:
@@ -105,41 +82,42 @@ class Trainer:
                 advice = "out of memory: lower --batch-size or --blocks (both may change within a run)"
                 raise BlockPilotError(self._save_and_tell(advice)) from error
 
-    def _run(self, report: Report, signals: StopSignals) -> None:
+    def _run(self, report: Report, stop: StopFlag) -> None:
         started, first = time.perf_counter(), self.step
         if self._is_evaluation_due() and not self._has_evaluation():
             self._evaluate(report)  # the run ended between this step's checkpoint and its evaluation
-        while self.step < self.config.num_steps:
+        while self.step < self.settings.steps:
             metrics = self._train_step()
-            is_last = self.step == self.config.num_steps
-            if self.step % self.config.log_every == 0 or is_last:
+            is_last = self.step == self.settings.steps
+            if self.step % self.log_every == 0 or is_last:
                 speed = (self.step - first) / (time.perf_counter() - started)
                 self._log_metrics(metrics, speed, report)
-            is_stopping = self._is_stopping(signals) and not is_last
-            if is_last or is_stopping or self.step % self.config.checkpoint_every == 0:
+            is_stopping = self._is_stopping(stop) and not is_last
+            if is_last or is_stopping or self.step % self.settings.checkpoint_every == 0:
                 self._save_checkpoint()
             if self._is_evaluation_due():
                 self._evaluate(report)
             if is_stopping:
-                raise TrainingStoppedError(self._save_and_tell("stopped"), signals.received or 15)
+                raise TrainingStoppedError(self._save_and_tell("stopped"), stop.received or 15)
 
     def _train_step(self) -> dict[str, Tensor]:
-        rate = self.config.learning_rate * learning_rate_scale(
-            self.step, self.config.num_steps, self.config.warmup_share
-        )
-        set_learning_rate(self.optimizers, rate)
-        batch = self.data.batch(self._indices(self.step), self.config.width)
-        terms = self.objective.loss(*(x.to(self.device) for x in (*batch, self._uniform(self.step))))
+        rate = self.settings.learning_rate * _learning_rate_scale(self.step, self.settings.steps)
+        for optimizer in self.optimizers:
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = rate
+        texts = self.data.batch(self._indices(self.step), self.settings.width)
+        device = self.objective.device
+        terms = self.objective.loss(texts.to(device), self._uniform(self.step).to(device))
         loss = (terms.sums / self.group.mean(terms.weights).clamp(min=1e-6)).sum()
         loss.backward()
         self.group.average_gradients(self.parameters)
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
+        norm = nn.utils.clip_grad_norm_(self.parameters, _CLIP_NORM)
         self._update()
         return {
             "loss": loss.detach(),
             **terms.metrics,
             "gradient_norm": norm,
-            "learning_rate": torch.tensor(rate, device=self.device),
+            "learning_rate": torch.tensor(rate, device=device),
         }
 
     def _update(self) -> None:
@@ -152,29 +130,29 @@ class Trainer:
 
     def _indices(self, step: int) -> Tensor:
         """This process's share of the texts of one step: epochs are shuffles that depend on the seed alone."""
-        size = self.config.batch_size
+        size = self.settings.batch_size
         epoch, place = divmod(step, max(1, len(self.data) // size))
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self.config.seed * 7919 + epoch)
+            generator = torch.Generator().manual_seed(self.settings.seed * 7919 + epoch)
             self._order, self._epoch = torch.randperm(len(self.data), generator=generator), epoch
         places = torch.arange(place * size, (place + 1) * size) % len(self.data)  # few texts: some more than once
         return self._order[places][self.group.rank :: self.group.size]
 
     def _uniform(self, step: int) -> Tensor:
         """This process's share of the step's random numbers; drawn on the CPU, so that every device gets the same."""
-        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
-        uniform = torch.rand(self.config.batch_size, self.objective.num_random, generator=generator)
+        generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + step)
+        uniform = torch.rand(self.settings.batch_size, self.objective.num_random, generator=generator)
         return uniform[self.group.rank :: self.group.size]
 
-    def _is_stopping(self, signals: StopSignals) -> bool:
+    def _is_stopping(self, stop: StopFlag) -> bool:
         """All processes stop at the same step, or the others would wait for ever."""
-        if self.group.size > 1 and self.step % ASK_GROUP_EVERY:
+        if self.group.size > 1 and self.step % _ASK_GROUP_EVERY:
             return False
-        return self.group.any(signals.received > 0, self.device)
+        return self.group.any(stop.received > 0, self.objective.device)
 
     def _is_evaluation_due(self) -> bool:
-        every = self.config.evaluate_every
-        return self.step == self.config.num_steps or bool(every and self.step and self.step % every == 0)
+        every = self.settings.evaluate_every
+        return self.step == self.settings.steps or bool(every and self.step and self.step % every == 0)
 
     def _has_evaluation(self) -> bool:
         return any(row["step"] == self.step and "evaluation" in row for row in read_log(self.out))
@@ -213,7 +191,7 @@ class Trainer:
         self.saved_step = self.step
 
     def _load_checkpoint(self) -> None:
-        state = load_checkpoint(self.out, self.identity, self.device)
+        state = load_checkpoint(self.out, self.identity, self.objective.device)
         if state is not None:
             self.objective.model.load_state_dict(state["model"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -221,3 +199,27 @@ class Trainer:
             self.step = self.saved_step = state["step"]
         if self.group.rank == 0:
             trim_log(self.out, self.step if state else -1)
+
+
+def _make_optimizers(model: nn.Module, run: DrafterRun) -> list[torch.optim.Optimizer]:
+    """AdamW for everything, or Muon for matrices; look-up tables are no matrices."""
+    options: dict[str, Any] = {"lr": run.learning_rate, "weight_decay": _WEIGHT_DECAY}
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    is_matrix = [run.optimizer == "muon" and p.dim() == 2 and "codebook" not in name for name, p in named]
+    matrices, rest = (
+        [parameter for (_, parameter), is_one in zip(named, is_matrix, strict=True) if is_one is wanted]
+        for wanted in (True, False)
+    )
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, betas=(0.9, 0.95), **options)]
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options))
+    return optimizers
+
+
+def _learning_rate_scale(step: int, num_steps: int) -> float:
+    """What the learning rate of `step` is multiplied by: linear warm-up, then a cosine down to a fiftieth."""
+    warmup = max(1, int(_WARMUP_SHARE * num_steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, num_steps - warmup)
+    return 0.02 + 0.49 * (1 + math.cos(math.pi * progress))

@@ -5,7 +5,8 @@ from pathlib import Path
 import make_compact_traces
 import pytest
 
-from blockpilot.replay.trace_files import TraceSet, write_manifest
+from blockpilot.replay.trace_files import TraceSet
+from blockpilot.training.manifests import write_manifest
 from tests.unit.benchmarks.pieces import make_trace, write_traces
 
 

@@ -15,8 +15,9 @@ from blockpilot.core.errors import InputError
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.replay.costs import SimulatedStep, total
 from blockpilot.replay.simulate import walk_chain
-from blockpilot.replay.trace_files import TraceSet, require_disjoint, write_manifest
+from blockpilot.replay.trace_files import TraceSet, require_disjoint
 from blockpilot.replay.traces import DraftColumns, Trace
+from blockpilot.training.manifests import write_manifest
 from tests.unit.benchmarks.pieces import SIZES, make_trace, write_traces
 
 WINDOW = (14, 15, 16, 17, 18)

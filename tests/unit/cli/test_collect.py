@@ -9,10 +9,10 @@ import torch
 
 from blockpilot import SamplingParams
 from blockpilot.cli.main import main
+from blockpilot.core.files import hash_file
 from blockpilot.engine.llm import LLM
 from blockpilot.models.dflash_format import save_dflash
 from blockpilot.pilots.fixed import FixedPilot
-from blockpilot.replay.provenance import hash_file
 from blockpilot.replay.simulate import simulate
 from blockpilot.replay.trace_files import TraceSet
 from blockpilot.text.prompts import read_prompts

@@ -11,15 +11,16 @@ from blockpilot.core.errors import InputError
 from blockpilot.pilots.base import PrefillState
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.files import load_pilot_folder, save_pilot
-from blockpilot.pilots.fitting import train_prefill
 from blockpilot.pilots.fixed import FixedPilot
 from blockpilot.pilots.prefill import (
     INPUTS,
     PrefillConfig,
     PrefillNetwork,
     PrefillPilot,
+    PrefillTraining,
     read_features,
     sizes_around,
+    train_prefill,
 )
 from tests.tiny import VOCAB_SIZE, make_dflash, make_llm
 
@@ -73,14 +74,14 @@ def test_training_learns_which_size_is_best() -> None:
     best = (values[:, 0] > values[:, 1]).long() * 2  # the first size or the last
     tau = 3 + torch.nn.functional.one_hot(best, 3).float()
     config = PrefillConfig(input_size=12, sizes=(4, 8, 16), hidden_size=32)
-    network = train_prefill(config, values[:300], tau[:300], num_epochs=60, learning_rate=3e-3)
+    network = train_prefill(config, values[:300], tau[:300], PrefillTraining(num_epochs=60, learning_rate=3e-3))
     assert float((network(values[300:]).argmax(dim=-1) == best[300:]).float().mean()) > 0.9
 
 
 def test_predicted_tau_is_weighed_against_costs() -> None:
     config = PrefillConfig(input_size=12, sizes=(4, 16), hidden_size=16, objective="tau")
     values, tau = torch.rand(64, 12), torch.tensor([[3.0, 4.0]]).repeat(64, 1)
-    network = train_prefill(config, values, tau, num_epochs=80, learning_rate=1e-2)
+    network = train_prefill(config, values, tau, PrefillTraining(num_epochs=80, learning_rate=1e-2))
     state = replace(make_state(0), probabilities=values[0])
     sizes = [
         PrefillPilot(network, costs).start(state) for costs in (StepCosts.linear(slope=0), StepCosts.linear(slope=0.3))
@@ -121,7 +122,9 @@ def test_columns_that_no_request_touches_are_trained_as_if_they_were_there(input
     tau = torch.rand(40, 3, generator=draw)
     config = PrefillConfig(input_size=30, sizes=(4, 8, 16), inputs=inputs, hidden_size=16)
     reports: list[tuple[int, int]] = []
-    network = train_prefill(config, values, tau, num_epochs=3, batch_size=16, report=lambda *x: reports.append(x))
+    network = train_prefill(
+        config, values, tau, PrefillTraining(num_epochs=3, batch_size=16), lambda *x: reports.append(x)
+    )
     torch.manual_seed(0)
     dense = PrefillNetwork(config).train()
     optimizer, order = torch.optim.AdamW(dense.parameters(), lr=3e-4), torch.Generator().manual_seed(0)

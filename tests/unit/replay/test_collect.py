@@ -10,13 +10,13 @@ import torch
 
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.fixed import FixedPilot, TreePilot
-from blockpilot.replay import answers, collect
-from blockpilot.replay.answers import BulkAnswers, EngineAnswers
+from blockpilot.replay import collect
 from blockpilot.replay.oracles import oracle_steps
 from blockpilot.replay.simulate import simulate
-from blockpilot.replay.trace_files import MANIFEST, TraceSet, shard_path, write_shard
+from blockpilot.replay.trace_files import TraceSet, shard_path, write_shard
 from blockpilot.replay.traces import ABSENT, Trace
-from tests.tiny import EOS_ID, make_dflash, make_eagle3, make_llm
+from blockpilot.training.manifests import MANIFEST
+from tests.tiny import make_dflash, make_eagle3, make_llm
 from tests.unit.replay.pieces import (
     PROMPTS,
     SIZES,
@@ -202,21 +202,6 @@ def test_other_drafters_are_refused(drafter: str | None, tmp_path: Path) -> None
     with pytest.raises(InputError, match=r"replay needs a DFlash drafter, got"):
         run_collect(llm, tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_bulk_answers_are_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU greedy answers are written in bulk; in float32 the two agree."""
-    llm, config = make_pair(), make_config()
-    requests = make_requests(llm)
-    assert isinstance(answers.choose_answers(llm, requests, config), EngineAnswers)
-    monkeypatch.setattr(llm, "device_type", "cuda")
-    bulk = answers.choose_answers(llm, requests, config)
-    assert isinstance(bulk, BulkAnswers)
-    expected = EngineAnswers(llm, config).write(requests)
-    assert bulk.write(requests[:3]) + bulk.write(requests[3:]) == expected
-    assert {answer.finish_reason for answer in expected} == {"stop", "length"}
-    assert all((answer.token_ids[-1] == EOS_ID) == (answer.finish_reason == "stop") for answer in expected)
-    assert isinstance(answers.choose_answers(llm, requests, make_config(temperature=1.0)), EngineAnswers)
 
 
 @pytest.mark.parametrize(

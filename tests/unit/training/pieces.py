@@ -3,16 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from blockpilot.models.loading import LoadedTarget
 from blockpilot.models.weights import save_decoder_folder
 from blockpilot.text.tokenizer import Tokenizer
-from blockpilot.training.dflash_objective import DFlashObjectiveConfig
 from blockpilot.training.dflash_training import DFlashTraining
 from blockpilot.training.distributed import Group
+from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.responses import Response, ResponseSet
-from blockpilot.training.trainer import LoopConfig, Trainer
+from blockpilot.training.trainer import Trainer
 from tests.tiny import EOS_ID, VOCAB_SIZE, make_decoder, make_dflash, make_tokenizer
 
 WIDTH = 40
@@ -51,10 +49,8 @@ def cycling_texts() -> ResponseSet:
 
 
 def make_objective(*, is_second: bool = False, **options: Any) -> DFlashTraining:
-    settings = {"num_blocks": 6, "min_block_size": 8, "is_compiled": False, "held_out": None, "width": WIDTH}
-    decoder = make_decoder().eval().requires_grad_(False)
-    config = DFlashObjectiveConfig()
-    return DFlashTraining(make_dflash(is_second=is_second), decoder, config, **(settings | options))  # type: ignore[arg-type]
+    run = DrafterRun(**({"blocks": 6, "block_size": 8, "min_block_size": 8, "width": WIDTH} | options))
+    return DFlashTraining(make_dflash(is_second=is_second), make_decoder().eval().requires_grad_(False), run)
 
 
 def make_trainer(
@@ -63,18 +59,20 @@ def make_trainer(
     data: ResponseSet | None = None,
     *,
     group: Group | None = None,
+    log_every: int = 2,
     **options: Any,
 ) -> Trainer:
-    settings = {"num_steps": 20, "batch_size": 4, "width": WIDTH, "log_every": 2, "checkpoint_every": 1000}
-    return Trainer(
+    settings = {"steps": 20, "batch_size": 4, "width": WIDTH, "checkpoint_every": 1000}
+    trainer = Trainer(
         objective or make_objective(),
         counting_texts() if data is None else data,
-        LoopConfig(**(settings | options)),
+        DrafterRun(**(settings | options)),
         out=out,
-        device=torch.device("cpu"),
         group=group or Group(),
         identity={"target": "tiny"},
     )
+    trainer.log_every = log_every
+    return trainer
 
 
 def ignore(*values: object) -> None:

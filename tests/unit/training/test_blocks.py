@@ -3,6 +3,7 @@
 import torch
 
 from blockpilot.training.blocks import block_mask, make_blocks, sample_blocks
+from blockpilot.training.responses import TextBatch
 from tests.unit.training.pieces import counting_texts
 
 LENGTHS, PROMPTS = torch.tensor([20, 9, 40]), torch.tensor([4, 7, 39])
@@ -11,7 +12,7 @@ LENGTHS, PROMPTS = torch.tensor([20, 9, 40]), torch.tensor([4, 7, 39])
 def sampled(seed: int = 0, min_size: int = 3):
     ids = torch.arange(120).view(3, 40)
     uniform = torch.rand(3, 200, 2, generator=torch.Generator().manual_seed(seed))
-    return ids, sample_blocks(ids, LENGTHS, PROMPTS, uniform=uniform, full_size=6, min_size=min_size)
+    return ids, sample_blocks(TextBatch(ids, LENGTHS, PROMPTS), uniform=uniform, full_size=6, min_size=min_size)
 
 
 def test_anchors_lie_inside_answers_and_reach_every_place() -> None:
@@ -32,18 +33,17 @@ def test_labels_are_the_text_behind_the_anchor() -> None:
 
 
 def test_extreme_numbers_stay_inside() -> None:
-    ids, lengths, prompt_lengths = counting_texts(2).batch(torch.arange(2), 40)
+    texts = counting_texts(2).batch(torch.arange(2), 40)
     uniform = torch.tensor([0.0, 1 - 2**-24]).view(1, 2, 1).expand(2, 2, 2)
-    blocks = sample_blocks(ids, lengths, prompt_lengths, uniform=uniform, full_size=8, min_size=2)
+    blocks = sample_blocks(texts, uniform=uniform, full_size=8, min_size=2)
     assert blocks.anchors.tolist() == [[4, 38], [4, 38]]
     assert blocks.sizes.tolist() == [[2, 8], [2, 8]]
 
 
 def test_mask_shows_the_context_before_and_the_own_visible_block() -> None:
-    ids, full, anchors, sizes = torch.arange(12)[None], 4, [5, 5, 0], [4, 2, 3]
-    blocks = make_blocks(
-        ids, torch.tensor([12]), anchors=torch.tensor([anchors]), sizes=torch.tensor([sizes]), full_size=full
-    )
+    texts = TextBatch(torch.arange(12)[None], torch.tensor([12]), torch.tensor([0]))
+    full, anchors, sizes = 4, [5, 5, 0], [4, 2, 3]
+    blocks = make_blocks(texts, anchors=torch.tensor([anchors]), sizes=torch.tensor([sizes]), full_size=full)
     mask = block_mask(blocks, width=12)[0]
     assert mask.shape == (12, 24)
     for query in range(12):

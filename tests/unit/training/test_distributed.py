@@ -22,7 +22,7 @@ def train(out: Path) -> None:
     out.mkdir(exist_ok=True)
     with join_group(torch.device("cpu")) as group:
         objective = make_objective(is_second=True)
-        make_trainer(out / "run", objective, group=group, num_steps=STEPS, log_every=1).run(ignore)
+        make_trainer(out / "run", objective, group=group, steps=STEPS, log_every=1).run(ignore)
         torch.save(objective.model.state_dict(), out / f"weights-{group.rank}-of-{group.size}.pt")
 
 

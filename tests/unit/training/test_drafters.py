@@ -8,11 +8,10 @@ import torch
 
 from blockpilot.core.errors import InputError
 from blockpilot.models.dflash_format import save_dflash
-from blockpilot.training.data_check import check_data
 from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.drafters import build_dflash, build_eagle3, choose_mask_token, frequent_tokens, spread_taps
 from blockpilot.training.responses import Response, ResponseSet
-from blockpilot.training.setup import split_texts
+from blockpilot.training.setup import check_data, split_texts
 from tests.tiny import EOS_ID
 from tests.unit.training.pieces import chat_target, counting_texts
 
@@ -94,11 +93,11 @@ def test_taps_beyond_the_target() -> None:
 
 
 def test_text_of_another_model_is_refused() -> None:
-    decoder, device = chat_target().decoder, torch.device("cpu")
+    decoder = chat_target().decoder
     with pytest.raises(InputError, match=r"agrees with only \d+% of the training answers"):
-        check_data(decoder, counting_texts(), device=device, width=40)
+        check_data(decoder, counting_texts(), width=40)
     with pytest.raises(InputError, match="agrees with only nan%"):
-        check_data(decoder, ResponseSet.from_responses([Response([1, 2], 2)]), device=device, width=40)
+        check_data(decoder, ResponseSet.from_responses([Response([1, 2], 2)]), width=40)
 
 
 def test_held_out_texts_are_the_last_ones() -> None:

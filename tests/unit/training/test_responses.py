@@ -8,17 +8,16 @@ import torch
 from safetensors.torch import load_file
 
 from blockpilot.core.errors import InputError
-from blockpilot.training.responses import MANIFEST, Response, ResponseFolder, ResponseSet
+from blockpilot.training.manifests import MANIFEST, read_manifest, write_manifest
+from blockpilot.training.responses import Response, ResponseSet, read_responses, shard_path, write_shard
 
 TEXTS = [Response([5, 6, 7, 8], 2), Response([9], 1), Response([1, 2, 3, 4, 5, 6], 3)]
 
 
 def test_round_trip_through_shards(tmp_path: Path) -> None:
-    folder = ResponseFolder(tmp_path)
-    folder.write_shard(0, TEXTS[:2])
-    folder.write_shard(1, TEXTS[2:])
-    folder.write_shard(2, [])
-    texts = folder.read()
+    for index, part in enumerate((TEXTS[:2], TEXTS[2:], [])):
+        write_shard(shard_path(tmp_path, index), part)
+    texts = read_responses(tmp_path)
     ids, lengths, prompt_lengths = texts.batch(torch.arange(3), 8)
     rows = [Response(row[:n].tolist(), int(p)) for row, n, p in zip(ids, lengths, prompt_lengths, strict=True)]
     assert rows == TEXTS
@@ -27,18 +26,15 @@ def test_round_trip_through_shards(tmp_path: Path) -> None:
 
 def test_shards_of_two_runs_in_one_folder_are_read_together(tmp_path: Path) -> None:
     for name, texts in (("a", TEXTS[:2]), ("b", TEXTS[2:])):
-        folder = ResponseFolder(tmp_path / name)
-        folder.write_shard(0, texts)
-        folder.shard_path(0).rename(tmp_path / f"shard-{name}-00000.safetensors")
-    assert len(ResponseFolder(tmp_path).read()) == 3
+        write_shard(tmp_path / f"shard-{name}-00000.safetensors", texts)
+    assert len(read_responses(tmp_path)) == 3
 
 
 @pytest.mark.parametrize(("largest", "dtype"), [(65535, torch.uint16), (65536, torch.int32)])
 def test_ids_take_as_few_bytes_as_they_need(tmp_path: Path, largest: int, dtype: torch.dtype) -> None:
-    folder = ResponseFolder(tmp_path)
-    folder.write_shard(0, [Response([1, largest], 1)])
-    assert load_file(folder.shard_path(0))["token_ids"].dtype == dtype
-    assert folder.read().token_ids.tolist() == [1, largest]
+    write_shard(shard_path(tmp_path, 0), [Response([1, largest], 1)])
+    assert load_file(shard_path(tmp_path, 0))["token_ids"].dtype == dtype
+    assert read_responses(tmp_path).token_ids.tolist() == [1, largest]
 
 
 def test_batches_are_padded_and_cut() -> None:
@@ -56,7 +52,7 @@ def test_slices_answers_and_counts() -> None:
 
 def test_missing_data_is_named_and_nothing_is_created(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nowhere holds no training text: run `blockpilot synthesize"):
-        ResponseFolder(tmp_path / "nowhere").read()
+        read_responses(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -64,21 +60,19 @@ def test_missing_data_is_named_and_nothing_is_created(tmp_path: Path) -> None:
 def test_a_damaged_manifest_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / MANIFEST).write_text(content)
     with pytest.raises(InputError, match=MANIFEST):
-        ResponseFolder(tmp_path).read_manifest()
+        read_manifest(tmp_path)
 
 
 def test_a_manifest_carries_its_version(tmp_path: Path) -> None:
-    folder = ResponseFolder(tmp_path)
-    assert folder.read_manifest() is None
-    folder.write_manifest({"config": {"seed": 1}})
+    assert read_manifest(tmp_path) is None
+    write_manifest(tmp_path, {"config": {"seed": 1}})
     assert json.loads((tmp_path / MANIFEST).read_text())["schema_version"] == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a tensor file", None])
 def test_a_damaged_shard_is_named(tmp_path: Path, damage: bytes | None) -> None:
-    folder = ResponseFolder(tmp_path)
-    folder.write_shard(0, TEXTS)
-    path = folder.shard_path(0)
+    path = shard_path(tmp_path, 0)
+    write_shard(path, TEXTS)
     path.write_bytes(path.read_bytes()[:-4] if damage is None else damage)
     with pytest.raises(InputError, match=r"shard-00000.safetensors is damaged: delete it"):
-        folder.read()
+        read_responses(tmp_path)

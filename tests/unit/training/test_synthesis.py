@@ -8,7 +8,7 @@ import pytest
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.text.loops import find_loop
 from blockpilot.training import synthesis
-from blockpilot.training.responses import MANIFEST
+from blockpilot.training.manifests import MANIFEST
 from blockpilot.training.synthesis import PROMPTS_FILE, SynthesisConfig, chat_prefix, synthesize
 from tests.unit.training.pieces import chat_target, chat_tokenizer, ignore
 
@@ -35,7 +35,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(folder: Path) -> list[tuple[list[int], list[int]]]:
-    texts = synthesis.ResponseFolder(folder).read()
+    texts = synthesis.read_responses(folder)
     rows = [texts.slice(index, index + 1) for index in range(len(texts))]
     return [(row.token_ids[: int(row.prompt_lengths[0])].tolist(), row.answer_ids(0, 1000)) for row in rows]
 
@@ -57,7 +57,7 @@ def test_texts_are_chats_with_answers_free_of_loops(finished: Path) -> None:
         assert prompt[-3:] == end
         assert find_loop(answer) == len(answer) >= CONFIG.min_answer_length
         assert len(prompt) + len(answer) <= CONFIG.max_length
-    manifest = synthesis.ResponseFolder(finished).read_manifest()
+    manifest = synthesis.read_manifest(finished)
     assert manifest["is_complete"] and manifest["num_texts"] == len(texts)
     assert manifest["num_answer_tokens"] == sum(len(answer) for _, answer in texts)
 
@@ -105,10 +105,11 @@ def test_another_configuration_is_refused(finished: Path) -> None:
 
 def test_rows_may_change_because_memory_may_not_allow_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(synthesis, "_answer", lambda *values: (_ for _ in ()).throw(MemoryError()))
+        patch.setattr(synthesis._Synthesis, "_answer", lambda *values: (_ for _ in ()).throw(MemoryError()))
         with pytest.raises(BlockPilotError, match="out of memory: lower --rows and give the same command again"):
             synthesize(CONFIG, chat_target(), tmp_path, ignore)
-    assert len(synthesize(replace(CONFIG, num_rows=2), chat_target(), tmp_path, ignore).read()) > 0
+    synthesize(replace(CONFIG, num_rows=2), chat_target(), tmp_path, ignore)
+    assert len(synthesis.read_responses(tmp_path)) > 0
 
 
 def test_prompt_files_are_deduplicated_and_starts_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,11 +119,16 @@ def test_prompt_files_are_deduplicated_and_starts_take_turns(tmp_path: Path, mon
     tokenizer = chat_tokenizer()
     prompts = synthesis._load_prompts(tmp_path / "files" / PROMPTS_FILE)
     assert sorted(map(tokenizer.decode, prompts)) == ["Q what is aA ", "Q what is bA "]
-    written = synthesis._write_prompts(replace(CONFIG, starts=("Write", "")), chat_target(), ignore)
+
+    def write(*starts: str) -> list[str]:
+        config = replace(CONFIG, starts=starts)
+        return synthesis._Synthesis(config, chat_target(), tmp_path, ignore)._write_prompts()
+
+    written = write("Write", "")
     assert any(text.startswith("Write") for text in written)
     assert not all(text.startswith("Write") for text in written)
     with pytest.raises(InputError, match=r"--start 'a+' alone has 40 tokens of 32"):
-        synthesis._write_prompts(replace(CONFIG, starts=("a" * 40,)), chat_target(), ignore)
+        write("a" * 40)
 
 
 def test_no_prompt_fits(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from blockpilot.core.errors import BlockPilotError, InputError
-from blockpilot.training.checkpoints import CHECKPOINT, LOG, read_log
+from blockpilot.training.checkpoints import CHECKPOINT, LOG, TrainingStoppedError, read_log
 from blockpilot.training.distributed import Group
-from blockpilot.training.stopping import TrainingStoppedError
 from blockpilot.training.trainer import Trainer
 from tests.unit.training.pieces import ignore, make_objective, make_trainer
 
@@ -143,13 +142,13 @@ def test_other_errors_pass(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "line"),
-    [({"learning_rate": 0.5}, "loop.learning_rate was 0.0015, now 0.5"), ({"seed": 7}, "loop.seed was 0, now 7")],
+    [({"learning_rate": 0.5}, "run.learning_rate was 0.0015, now 0.5"), ({"seed": 7}, "run.seed was 0, now 7")],
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, options, line: str) -> None:
-    make_trainer(tmp_path, num_steps=2).run(ignore)
+    make_trainer(tmp_path, steps=2).run(ignore)
     before = (tmp_path / CHECKPOINT).read_bytes()
     with pytest.raises(InputError, match=f"belongs to another run: {line}; choose another --out"):
-        make_trainer(tmp_path, num_steps=2, **options)
+        make_trainer(tmp_path, steps=2, **options)
     assert (tmp_path / CHECKPOINT).read_bytes() == before
 
 
@@ -160,7 +159,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, num_steps=4, checkpoint_every=2)
+    trainer = make_trainer(tmp_path, steps=4, checkpoint_every=2)
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     def fill_disk() -> None:  # files may not grow beyond what the log needs: EFBIG, the same path as ENOSPC
@@ -173,7 +172,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert sorted(path.name for path in tmp_path.iterdir()) == [CHECKPOINT, LOG]
-    assert make_trainer(tmp_path, num_steps=4, checkpoint_every=2).step == 2
+    assert make_trainer(tmp_path, steps=4, checkpoint_every=2).step == 2
 
 
 def test_no_space_in_the_middle_of_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,23 +180,23 @@ def test_no_space_in_the_middle_of_a_write(tmp_path: Path, monkeypatch: pytest.M
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    trainer = make_trainer(tmp_path, num_steps=4, checkpoint_every=2)
+    trainer = make_trainer(tmp_path, steps=4, checkpoint_every=2)
     with pytest.raises(BlockPilotError, match="No space left on device; the file was left as it was"):
         trainer.run(StopAt(4, lambda: monkeypatch.setattr(torch, "save", save)))
     monkeypatch.undo()
-    assert make_trainer(tmp_path, num_steps=4).step == 2
+    assert make_trainer(tmp_path, steps=4).step == 2
 
 
 def test_an_evaluation_that_was_cut_short_is_made_up_for(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, num_steps=4, evaluate_every=2)
+    trainer = make_trainer(tmp_path, steps=4, evaluate_every=2)
     trainer.objective.evaluate = interrupt
     with pytest.raises(TrainingStoppedError):
         trainer.run(ignore)
-    make_trainer(tmp_path, num_steps=4, evaluate_every=2).run(ignore)
+    make_trainer(tmp_path, steps=4, evaluate_every=2).run(ignore)
     kinds = [(row["step"], "evaluation" in row) for row in read_log(tmp_path)]
     assert kinds == [(2, False), (2, True), (4, False), (4, True)]
     size = (tmp_path / LOG).stat().st_size
-    make_trainer(tmp_path, num_steps=4, evaluate_every=2).run(ignore)
+    make_trainer(tmp_path, steps=4, evaluate_every=2).run(ignore)
     assert (tmp_path / LOG).stat().st_size == size, "a finished run has nothing to do"
 
 
@@ -227,6 +226,6 @@ def test_fewer_texts_than_a_batch_repeat(tmp_path: Path) -> None:
 
 
 def test_the_log_is_strict_json(tmp_path: Path) -> None:
-    make_trainer(tmp_path, make_objective(min_block_size=2), num_steps=2).run(ignore)
+    make_trainer(tmp_path, make_objective(min_block_size=2), steps=2).run(ignore)
     rows = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / LOG).read_text().splitlines()]
     assert {"step", "loss", "emitted", "first", "gradient_norm", "learning_rate"} <= set(rows[0])

@@ -11,7 +11,8 @@ from blockpilot.core.files import atomic_path
 from blockpilot.engine.llm import LLM
 from blockpilot.integrations.ray.cluster import ClusterOptions, open_cluster
 from blockpilot.integrations.ray.pool import Pool, Worker
-from blockpilot.replay.collect import Collector, PlacedPrompt, Report, Shards, encode_requests
+from blockpilot.replay.collect import PlacedPrompt, Report, Shards, describe_run, encode_requests
+from blockpilot.replay.collector import Collector
 from blockpilot.replay.config import CollectConfig
 from blockpilot.replay.trace_files import TraceSet, pack_shard, shard_path
 
@@ -41,7 +42,7 @@ class CollectWorker(Worker):
         return Collector(llm, encode_requests(llm, job.prompts, job.config.seed), job.config)
 
     def describe(self) -> dict[str, Any]:
-        return self.collector.describe(self.job.source)
+        return describe_run(self.collector, self.job.source)
 
     def trace(self, index: int) -> bytes:
         """A shard as it shall stand in its file."""

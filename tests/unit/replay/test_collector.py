@@ -10,11 +10,10 @@ import torch
 from blockpilot import LLM
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.pilots.fixed import FixedPilot
-from blockpilot.replay import anchor_drafts, answer_groups
+from blockpilot.replay import anchor_drafts
+from blockpilot.replay import collector as collector_module
 from blockpilot.replay.anchor_blocks import AnchorBlocks
-from blockpilot.replay.answer_groups import Answered, cut_groups
-from blockpilot.replay.answers import Answer
-from blockpilot.replay.collect import Collector
+from blockpilot.replay.collector import Answer, Answered, Collector, cut_groups
 from blockpilot.replay.config import ReplayRequest
 from blockpilot.replay.finished_text import FinishedText
 from blockpilot.replay.simulate import simulate
@@ -25,24 +24,16 @@ from tests.unit.replay.pieces import SIZES, decode, make_config, make_pair, make
 DEVICE = torch.device("cpu")
 
 
-class CutAnswers:
+class CutCollector(Collector):
     """The engine's answers, some of them ended early: their lengths differ much, and one has no anchor."""
 
-    name = "cut"
+    def __init__(self, llm: LLM, **settings: object) -> None:
+        super().__init__(llm, make_requests(llm), make_config(shard_size=5, **settings))
+        self.written = super().answer(self.requests)
 
-    def __init__(self, collector: Collector) -> None:
-        self.written = collector.answers.write(collector.requests)
-        self.limits = (28, 1, 9, 17, 2)
-
-    def write(self, requests: Sequence[ReplayRequest]) -> list[Answer]:
-        pairs = zip(self.written, self.limits, strict=True)
+    def answer(self, requests: Sequence[ReplayRequest]) -> list[Answer]:
+        pairs = zip(self.written, (28, 1, 9, 17, 2), strict=True)
         return [Answer(answer.token_ids[:limit], answer.finish_reason) for answer, limit in pairs]
-
-
-def make_collector(llm: LLM, **settings: object) -> Collector:
-    collector = Collector(llm, make_requests(llm), make_config(shard_size=5, **settings))
-    collector.answers = CutAnswers(collector)
-    return collector
 
 
 def be_exact(llm: LLM) -> None:
@@ -82,7 +73,7 @@ def assert_alike(alone: Sequence[Trace], together: Sequence[Trace]) -> None:
 
 
 def share_passes(monkeypatch: pytest.MonkeyPatch, num_texts: int = 3) -> None:
-    monkeypatch.setitem(answer_groups.TEXTS_PER_PASS, "cpu", num_texts)
+    monkeypatch.setitem(collector_module.TEXTS_PER_PASS, "cpu", num_texts)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -91,7 +82,7 @@ def test_a_group_gives_the_traces_of_its_answers_alone(
     is_second: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = make_pair(is_second=is_second)
-    collector = make_collector(llm, temperature=temperature)
+    collector = CutCollector(llm, temperature=temperature)
     be_exact(llm)
     alone = trace_all(collector)
     share_passes(monkeypatch)
@@ -118,15 +109,15 @@ def test_lengths_of_a_group_are_those_of_online_decoding(
 
 def test_disagreements_are_counted_per_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     share_passes(monkeypatch)
-    collector = make_collector(make_pair())
-    ids = collector.answers.written[3].token_ids  # type: ignore[attr-defined]
+    collector = CutCollector(make_pair())
+    ids = collector.written[3].token_ids
     ids[16] = (ids[16] + 1) % VOCAB_SIZE
     assert [trace.num_disagreements for trace in trace_all(collector)] == [0, 0, 0, 1, 0]
 
 
 def test_groups_may_be_cut_into_texts_and_pieces_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_pair()
-    collector = make_collector(llm, temperature=0.8)
+    collector = CutCollector(llm, temperature=0.8)
     be_exact(llm)
     alone = trace_all(collector)
     share_passes(monkeypatch, num_texts=5)
@@ -140,7 +131,7 @@ def test_a_reduced_head_works_in_groups(monkeypatch: pytest.MonkeyPatch) -> None
     model = make_dflash(is_second=True)
     model.draft_token_ids = torch.arange(0, 60, 2)
     llm = make_llm(drafter=model)
-    collector = make_collector(llm, temperature=0.8)
+    collector = CutCollector(llm, temperature=0.8)
     be_exact(llm)
     alone = trace_all(collector)
     share_passes(monkeypatch)
@@ -148,7 +139,7 @@ def test_a_reduced_head_works_in_groups(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_visited_anchors_work_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    collector = make_collector(make_pair(), anchors="visited", draft_sizes=(), temperature=0.8)
+    collector = CutCollector(make_pair(), anchors="visited", draft_sizes=(), temperature=0.8)
     alone = trace_all(collector)
     share_passes(monkeypatch)
     for first, second in zip(alone, trace_all(collector), strict=True):
@@ -157,7 +148,7 @@ def test_visited_anchors_work_in_groups(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_group_passes_through_the_models_once(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_pair()
-    collector = make_collector(llm)
+    collector = CutCollector(llm)
     calls: list[str] = []
     llm.engine.runner.decoder.register_forward_hook(lambda *_: calls.append("target"))
     llm.drafter.model.register_forward_hook(lambda *_: calls.append("drafter"))  # type: ignore[union-attr]
@@ -176,7 +167,7 @@ def test_long_texts_share_a_pass_with_fewer_others(monkeypatch: pytest.MonkeyPat
         groups = cut_groups([answered(length) for length in lengths], max_texts)
         return [[len(request.prompt_ids) + 1 for request, _ in group] for group in groups]
 
-    monkeypatch.setattr(answer_groups, "TOKENS_PER_PASS", 60)
+    monkeypatch.setattr(collector_module, "TOKENS_PER_PASS", 60)
     assert cut([5, 5, 5, 5, 5], 2) == [[5, 5], [5, 5], [5]]
     assert cut([10, 10, 30, 10, 99, 60, 2], 8) == [[10, 10], [30, 10], [99], [60], [2]]
     assert cut([20, 20, 20, 20], 8) == [[20, 20, 20], [20]] and cut([], 8) == []
@@ -198,3 +189,18 @@ def test_passes_name_every_block_once_and_in_order() -> None:
             )
             assert int(part.anchors.max()) == part.reach and part.anchors.numel() <= num_blocks
         assert found == expected
+
+
+def test_bulk_answers_are_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU greedy answers are written in bulk; in float32 the two agree."""
+    llm, config = make_pair(), make_config()
+    requests = make_requests(llm)
+    engine = Collector(llm, requests, config)
+    monkeypatch.setattr(llm, "device_type", "cuda")
+    bulk = Collector(llm, requests, config)
+    assert engine.bulk is None and bulk.bulk is not None
+    expected = engine.answer(requests)
+    assert bulk.answer(requests[:3]) + bulk.answer(requests[3:]) == expected
+    assert {answer.finish_reason for answer in expected} == {"stop", "length"}
+    assert all((answer.token_ids[-1] == EOS_ID) == (answer.finish_reason == "stop") for answer in expected)
+    assert Collector(llm, requests, make_config(temperature=1.0)).bulk is None

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from blockpilot.models.config import MoeConfig
+from blockpilot.models.decoder import MoE, rope_frequencies
 from blockpilot.models.fused import FusedLayers
-from blockpilot.models.layers import MoE, rope_frequencies
 from tests.support import causal_attend
 from tests.tiny import ARCHITECTURES, make_decoder
 

@@ -1,0 +1,171 @@
+"""From requests to traces on one device: answer once, read the finished text once, draft at every anchor.
+
+Decoding is lossless, so plain decoding writes what every pilot would. On a GPU at temperature 0 the bulk generator of
+training writes hundreds of answers in lockstep. It draws no noise of ours, so sampled answers always pass through the
+engine.
+
+A GPU spends less time on the arithmetic of one answer than on launching it, so a group of answers shares every pass of
+the target and of the drafter. A CPU takes them one by one: there more at once only takes more memory.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blockpilot.core.errors import InputError
+from blockpilot.decoding.dflash_drafter import DFlashDrafter
+from blockpilot.engine.llm import LLM
+from blockpilot.pilots.fixed import PlainPilot
+from blockpilot.replay.anchor_blocks import AnchorBlocks
+from blockpilot.replay.anchor_drafts import AnchorDrafts
+from blockpilot.replay.config import CollectConfig, ReplayRequest
+from blockpilot.replay.finished_text import FinishedText, Reading, read_texts
+from blockpilot.replay.traces import Bytes, DraftColumns, Trace, TraceSetting
+from blockpilot.replay.visited_walks import walk_sizes
+from blockpilot.training.bulk_generation import BulkGenerator, Row
+
+BULK_ROWS = 256
+TEXTS_PER_PASS = {"cpu": 1, "cuda": 8}
+TOKENS_PER_PASS = 4096  # of a group, padding included: bounds the memory of long texts; one text may have more
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: list[int]
+    finish_reason: str
+
+
+Answered = tuple[ReplayRequest, Answer]
+_Drafted = tuple[Bytes, dict[int, DraftColumns]]  # emitted lengths and what was offered, of one answer
+
+
+class Collector:
+    """Traces of any shard of the requests, on one device. Shards do not depend on each other."""
+
+    def __init__(self, llm: LLM, requests: Sequence[ReplayRequest], config: CollectConfig) -> None:
+        self.llm, self.requests, self.config = llm, requests, config
+        self.drafter = require_dflash(llm)
+        if not requests:
+            raise InputError("no prompts to replay")
+        most = max(len(request.prompt_ids) + self._answer_limit(request) for request in requests)
+        self.bulk: BulkGenerator | None = None
+        if llm.device_type == "cuda" and config.temperature == 0:
+            self.bulk = BulkGenerator(
+                llm.engine.runner.decoder,
+                num_rows=min(BULK_ROWS, config.shard_size, len(requests)),
+                capacity=most + 1,
+                eos_token_ids=llm.engine.eos_token_ids,
+                seed=config.seed,
+            )
+        self.setting = TraceSetting(
+            sizes=config.sizes,
+            trained_block_size=self.drafter.block_size,
+            max_block_size=self.drafter.max_block_size,
+            vocab_size=llm.engine.runner.decoder.config.vocab_size,
+            is_every_anchor=config.anchors == "every",
+        )
+
+    def trace(self, index: int) -> Iterator[Trace]:
+        """The traces of one shard, one after the other."""
+        share = self.requests[index * self.config.shard_size : (index + 1) * self.config.shard_size]
+        answered = list(zip(share, self.answer(share), strict=True))
+        for group in cut_groups(answered, TEXTS_PER_PASS[self.drafter.device.type]):
+            yield from self._trace_group(group)
+
+    def answer(self, requests: Sequence[ReplayRequest]) -> list[Answer]:
+        if self.bulk is None:
+            params = [self.config.params(request.seed) for request in requests]
+            prompts = [request.prompt_ids for request in requests]
+            completions = self.llm.generate(prompts, params, pilot=PlainPilot())
+            return [Answer(completion.token_ids, completion.finish_reason) for completion in completions]
+        limits = [len(request.prompt_ids) + self._answer_limit(request) for request in requests]
+        rows = [Row(request.prompt_ids, 0.0, limit) for request, limit in zip(requests, limits, strict=True)]
+        for _ in self.bulk.run(iter(rows)):
+            pass
+        eos = self.bulk.eos_token_ids
+        return [Answer(row.answer_ids, "stop" if row.answer_ids[-1] in eos else "length") for row in rows]
+
+    def _answer_limit(self, request: ReplayRequest) -> int:
+        """Tokens the answer may have: the limit asked for, or what the context leaves."""
+        context_length = self.llm.engine.context_length
+        room = context_length - len(request.prompt_ids)
+        if not request.prompt_ids or room < 1:
+            raise InputError(
+                f"prompt {request.prompt_id} of {request.task} has {len(request.prompt_ids)} tokens and the context "
+                f"holds {context_length}, answer included: leave it out"
+            )
+        return min(self.config.max_new_tokens, room)
+
+    def _trace_group(self, group: Sequence[Answered]) -> Iterator[Trace]:
+        config = self.config
+        texts = [
+            FinishedText(request.prompt_ids, answer.token_ids, config.params(request.seed)) for request, answer in group
+        ]
+        readings = read_texts(self.llm.engine.runner.decoder, texts, tap_layers=self.drafter.tap_layers)
+        drafted = self._draft(readings)
+        for (request, answer), reading, (emitted, drafts) in zip(group, readings, drafted, strict=True):
+            yield Trace(
+                prompt_id=request.prompt_id,
+                task=request.task,
+                num_prompt_tokens=len(request.prompt_ids),
+                answer_ids=np.array(answer.token_ids, dtype=np.int32),
+                temperature=config.temperature,
+                seed=request.seed,
+                max_new_tokens=self._answer_limit(request),
+                finish_reason=answer.finish_reason,
+                num_disagreements=reading.num_disagreements,
+                emitted=emitted,
+                prefill=reading.prefill,
+                drafts=drafts,
+                setting=self.setting,
+            )
+
+    def _draft(self, readings: Sequence[Reading]) -> list[_Drafted]:
+        config = self.config
+        if config.anchors == "visited":
+            slots = self.llm.engine.runner.cache
+            return [(walk_sizes(self.drafter, reading, sizes=config.sizes, slots=slots), {}) for reading in readings]
+        drafts = AnchorDrafts(self.drafter, readings, max_size=max(config.sizes))
+        emitted, offered = [], {}
+        for size in config.sizes:
+            if size in config.draft_sizes:
+                lengths, offered[size] = drafts.record(size, config.num_candidates)
+            else:
+                lengths = drafts.emitted(size)
+            emitted.append(lengths)
+        return _split(drafts.blocks, torch.stack(emitted, dim=1), offered)
+
+
+def require_dflash(llm: LLM) -> DFlashDrafter:
+    if not isinstance(llm.drafter, DFlashDrafter):
+        given = llm.drafter.name if llm.drafter else "none"
+        raise InputError(f"replay needs a DFlash drafter, got {given}: its blocks are drafted at every anchor at once")
+    return llm.drafter
+
+
+def cut_groups(answered: Sequence[Answered], max_texts: int) -> Iterator[Sequence[Answered]]:
+    """Neighbours that share their passes, in order."""
+    lengths = [len(request.prompt_ids) + len(answer.token_ids) for request, answer in answered]
+    start = 0
+    for end in range(1, len(lengths) + 1):
+        count = end + 1 - start  # with one more
+        if end == len(lengths) or count > max_texts or count * max(lengths[start : end + 1]) > TOKENS_PER_PASS:
+            yield answered[start:end]
+            start = end
+
+
+def _split(blocks: AnchorBlocks, emitted: Tensor, offered: Mapping[int, Mapping[str, Tensor]]) -> list[_Drafted]:
+    """What was found of all blocks, on the host and answer by answer."""
+    columns: dict[int, dict[str, Any]] = {
+        size: {name: blocks.split(column.cpu().numpy()) for name, column in found.items()}
+        for size, found in offered.items()
+    }
+    drafts = [
+        {size: DraftColumns(**{name: parts[row] for name, parts in found.items()}) for size, found in columns.items()}
+        for row in range(len(blocks.counts))
+    ]
+    return list(zip(blocks.split(emitted.cpu().numpy()), drafts, strict=True))

@@ -1,0 +1,97 @@
+"""Passes over whole texts, for training and evaluation: the target's taps, DFlash blocks, EAGLE-3 chains.
+
+Finished texts are known from end to end, so one pass of each model serves all their positions. `attend` follows the
+contract of the engine's passes (`models/decoder.py`); the functions for it stand in `dense_attention.py`.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockpilot.models.decoder import Decoder
+from blockpilot.models.dflash import DFlash
+from blockpilot.models.eagle3 import Eagle3
+from blockpilot.training.blocks import Blocks, block_mask
+from blockpilot.training.dense_attention import BlockAttention, CausalAttention, UnrollAttention
+
+Embed = Callable[[Tensor], Tensor]
+
+
+def mixed_precision(decoder: Decoder) -> AbstractContextManager[Any]:
+    """bfloat16 passes over float32 weights, on every GPU and wherever the target itself is not in float32."""
+    weight = decoder.embed_tokens.weight
+    is_mixed = weight.device.type == "cuda" or weight.dtype != torch.float32
+    return torch.autocast(weight.device.type, torch.bfloat16) if is_mixed else nullcontext()
+
+
+def read_taps(decoder: Decoder, ids: Tensor, tap_layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The target over whole texts [B, T]: hidden states and taps, both [B * T, ...]."""
+    batch_size, width = ids.shape
+    positions = torch.arange(width, device=ids.device).repeat(batch_size)
+    with torch.no_grad():
+        hidden, taps = decoder(ids.flatten(), positions, CausalAttention(batch_size), tap_layers)
+    assert taps is not None
+    return hidden, taps
+
+
+class TargetEnds(NamedTuple):
+    """Both ends of the target: a DFlash drafter has no embedding and no head of its own."""
+
+    embed: Embed
+    head: Tensor  # [rows, H], only the rows that the drafter looks at
+
+    @classmethod
+    def of(cls, model: DFlash, decoder: Decoder) -> "TargetEnds":
+        weight = decoder.lm_head.weight.detach()
+        rows = model.draft_token_ids
+        return cls(decoder.embed_tokens, weight if rows is None else weight[rows.to(weight.device)])
+
+
+def draft_hidden(model: DFlash, embed: Embed, taps: Tensor, blocks: Blocks) -> Tensor:
+    """Hidden states [B, A, full, H] of every block, from the taps [B * T, ...] of the texts."""
+    batch_size, num_blocks = blocks.anchors.shape
+    full, device, width = blocks.full_size, taps.device, len(taps) // batch_size
+    positions = torch.arange(width, device=device).repeat(batch_size)
+    projected = F.linear(model.context(taps), model.context_weight())
+    attend = BlockAttention(block_mask(blocks, width), model.split_context(projected, positions))
+    block_ids = torch.full((batch_size, num_blocks, full), model.config.mask_token_id, device=device)
+    block_ids[..., 0] = blocks.anchor_ids
+    offsets = torch.arange(full, device=device)
+    block_positions = blocks.anchors[..., None] + offsets
+    embeddings = embed(block_ids.flatten()).to(model.norm.weight.dtype)
+    hidden = model(embeddings, block_positions.flatten(), attend, offsets.repeat(batch_size * num_blocks))
+    return hidden.view(batch_size, num_blocks, full, -1)
+
+
+def unroll(model: Eagle3, embed: Embed, taps: Tensor, ids: Tensor, *, num_steps: int) -> list[Tensor]:
+    """Logits of every step of all chains, each [B, T - 1, draft vocab]: row i predicts token i + 2.
+
+    Step 0 reads the target's fused taps, one pair per position. Step s reads its own outputs of step s - 1, shifted by
+    one: row i of step s is the s-th pair of the chain that started at row i - s.
+    """
+    batch_size, width = ids.shape
+    fused = model.fuse(taps).view(batch_size, width, -1)[:, :-1]
+    embeddings = embed(ids[:, 1:].flatten()).to(model.norm.weight.dtype)
+    positions = torch.arange(width - 1, device=ids.device).repeat(batch_size)
+    attend, hidden, found = UnrollAttention(batch_size), fused, []
+    for _ in range(num_steps):
+        outputs = model(embeddings, hidden.flatten(0, 1), positions, attend)
+        found.append(model.logits(outputs).view(batch_size, width - 1, -1))
+        hidden = F.pad(outputs.view(batch_size, width - 1, -1)[:, :-1], (0, 0, 1, 0))
+    return found
+
+
+def own_embedding(model: Eagle3, decoder: Decoder) -> Embed:
+    """The head's own embedding where its checkpoint has one, else the target's."""
+    return decoder.embed_tokens if model.embed_tokens is None else model.embed_tokens
+
+
+def head_rows(draft_token_ids: Tensor, vocab_size: int) -> Tensor:
+    """For every id of the target [V], the row of a reduced head, or -1 where it has none: training labels."""
+    rows = torch.full((vocab_size,), -1, device=draft_token_ids.device)
+    rows[draft_token_ids] = torch.arange(len(draft_token_ids), device=rows.device)
+    return rows

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
-from blockpilot.core.candidates import Candidates, FloatArray
+from blockpilot.core.draft import FloatArray, HostDraft
+from blockpilot.core.tree import DraftTree
 from blockpilot.models.decoder import Decoder
 
 TINY = {
@@ -37,11 +38,27 @@ CHAT_TEMPLATE = (
 )
 
 
-def child_log_probs(candidates: Candidates, position: int, parent_rank: int) -> FloatArray:
+def child_log_probs(draft: HostDraft, position: int, parent_rank: int) -> FloatArray:
     """Scores [K] of the candidates at `position`, given the rank of the parent chosen at `position - 1`."""
-    if candidates.pairwise is None or candidates.first is None:
-        return candidates.log_probs[position]
-    return candidates.first if position == 0 else candidates.pairwise[position - 1, parent_rank]
+    if draft.pairwise is None or draft.first is None:
+        return draft.log_probs[position]
+    return draft.first if position == 0 else draft.pairwise[position - 1, parent_rank]
+
+
+def children_of(tree: DraftTree) -> list[dict[int, int]]:
+    """For every node: drafted token id -> child index. The first of two equal siblings wins."""
+    table: list[dict[int, int]] = [{} for _ in tree.token_ids]
+    for index in range(1, len(tree)):
+        table[tree.parents[index]].setdefault(tree.token_ids[index], index)
+    return table
+
+
+def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
+    """The tokens from depth 1 to each node behind the anchor, node included."""
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tree)):
+        paths.append((*paths[tree.parents[node]], tree.token_ids[node]))
+    return paths[1:]
 
 
 def causal_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

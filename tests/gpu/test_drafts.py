@@ -13,16 +13,16 @@ from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.decoding.eagle3_drafter import Eagle3Drafter
-from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
-from blockpilot.decoding.planned_eagle3 import PlannedEagle3Drafter
+from blockpilot.gpu.dflash import GpuDFlashDrafter
+from blockpilot.gpu.eagle3 import GpuEagle3Drafter
 from tests.gpu.conftest import DEVICE
 from tests.tiny import make_decoder, make_dflash, make_eagle3
 
 pytestmark = pytest.mark.gpu
 KINDS: dict[str, tuple[type[Any], type[Any]]] = {
-    "eagle3": (Eagle3Drafter, PlannedEagle3Drafter),
-    "dflash": (DFlashDrafter, PlannedDFlashDrafter),
-    "dflash2": (DFlashDrafter, PlannedDFlashDrafter),
+    "eagle3": (Eagle3Drafter, GpuEagle3Drafter),
+    "dflash": (DFlashDrafter, GpuDFlashDrafter),
+    "dflash2": (DFlashDrafter, GpuDFlashDrafter),
 }
 
 
@@ -43,6 +43,7 @@ def test_drafts_are_those_of_the_cpu(name: str, num_candidates: int, num_request
     random, slots = np.random.default_rng(0), range(num_requests)
     taps = torch.from_numpy(random.normal(size=(64, plain.model.fc.in_features)).astype(np.float32))
     buffer = taps.to(DEVICE)
+    planned.bind(buffer)
     lengths = [4 + slot for slot in slots]
     for drafter, all_taps in ((plain, taps), (planned, buffer)):
         drafter.observe([Observation(slot, [5] * lengths[slot], all_taps[: lengths[slot]]) for slot in slots])

@@ -4,8 +4,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockpilot.models import kernels_reference as reference
-from blockpilot.models.kernels_reference import Convolution, Noise, Parts
+from blockpilot.gpu import reference
+from blockpilot.gpu.interface import (
+    AttentionLayer,
+    ContextLayers,
+    Convolution,
+    Experts,
+    Noise,
+    Norm,
+    Parts,
+    PassInputs,
+    Rope,
+    Selector,
+)
 from tests.gpu.conftest import DEVICE
 
 pytestmark = pytest.mark.gpu
@@ -15,9 +26,9 @@ DTYPES = list(TOLERANCE)
 
 @pytest.fixture(scope="module")
 def kernels():  # type: ignore[no-untyped-def]
-    from blockpilot.models import gpu_kernels
+    from blockpilot.gpu import kernels as found
 
-    return gpu_kernels
+    return found
 
 
 def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -77,21 +88,16 @@ def test_attention(  # type: ignore[no-untyped-def]
     qkv = Parts(parts, num_parts) if num_parts > 1 else Parts(parts[0].to(dtype))
     positions = torch.randint(0, 100, (num_tokens,), dtype=torch.int32, device=DEVICE)
     angles = random(100, dim // 2)
-    norms = (random(dim, dtype=dtype), random(dim, dtype=dtype)) if has_norm else None
-    masks = random_masks(num_requests, count)
+    norms = (Norm(random(dim, dtype=dtype), 1e-6), Norm(random(dim, dtype=dtype), 1e-6)) if has_norm else None
+    masks, rope = random_masks(num_requests, count), Rope(angles.cos(), angles.sin())
+    inputs = PassInputs(positions, positions, slots, starts, masks, context)
     results = []
     for module in (kernels, reference):
-        keys, values = (cache.clone() for cache in caches)
-        q = module.rotate_store(
-            qkv, positions, (angles.cos(), angles.sin()), norms, 1e-6, keys, values, slots, starts, num_heads, dtype
-        )
-        mixed = module.attend(q, keys, values, slots, starts, masks, num_splits, context)
-        fused_keys, fused_values = (cache.clone() for cache in caches)
-        fused = module.rotate_attend(
-            qkv, positions, (angles.cos(), angles.sin()), norms, 1e-6, fused_keys, fused_values, slots, starts, masks,
-            num_heads, dtype, num_splits, context,
-        )  # fmt: skip
-        results.append((q, keys, values, mixed, fused_keys, fused_values, fused))
+        apart, fused = (AttentionLayer(*(cache.clone() for cache in caches), rope, norms, num_heads) for _ in range(2))
+        q = module.rotate_store(qkv, apart, positions, slots, starts)
+        mixed = module.attend(q, apart, inputs, num_splits)
+        together = module.rotate_attend(qkv, fused, inputs, num_splits)
+        results.append((q, apart.keys, apart.values, mixed, fused.keys, fused.values, together))
     for found, expected in zip(*results, strict=True):
         assert_close(found, expected, dtype)
 
@@ -104,8 +110,8 @@ def test_norms_gates_and_convolutions(kernels, dtype: torch.dtype) -> None:  # t
     around = Convolution(random(2, 2, 96, dtype=dtype), random(6, 2 * 2 * 6, dtype=dtype), offsets, 16)
     gates = Parts(random(2, 6, 2 * 530), 2)
     for delta, convolution in ((None, None), (parts, None), (parts, around), (Parts(x), around)):
-        found = kernels.add_norm(x, delta, weight, 1e-6, convolution)
-        expected = reference.add_norm(x, delta, weight, 1e-6, convolution)
+        found = kernels.add_norm(x, delta, Norm(weight, 1e-6), convolution)
+        expected = reference.add_norm(x, delta, Norm(weight, 1e-6), convolution)
         assert_close(found[0], expected[0], dtype)
         assert_close(found[1], expected[1], dtype)
     ids = integers(4, 0, 5, 5, 1)
@@ -154,7 +160,7 @@ def test_products_behind_a_norm(kernels, dtype: torch.dtype, num_tokens: int, si
     x, norm = random(num_tokens, size, dtype=dtype), random(size, dtype=dtype)
     weight = (random(num_rows, size) / size**0.5).to(dtype)
     for delta in (None, Parts(random(3, num_tokens, size), 3), Parts(random(num_tokens, size, dtype=dtype))):
-        given = (x, delta, norm, 1e-6, weight, 132)
+        given = (x, delta, Norm(norm, 1e-6), weight, 132)
         total, product = kernels.norm_linear(*given)
         expected_total, expected = reference.norm_linear(*given)
         assert_close(total, expected_total, dtype)
@@ -194,7 +200,7 @@ def test_routed_experts(  # type: ignore[no-untyped-def]
     norm, router = random(size, dtype=dtype), random(num_experts, size, dtype=dtype) / size**0.5
     gate_up = random(num_experts, 2 * inner, size, dtype=dtype) / size**0.5
     down = random(num_experts, size, inner, dtype=dtype) / inner**0.5
-    given = (x, delta, norm, 1e-6, router, gate_up, down, num_active, is_normalized, 132)
+    given = (x, delta, Norm(norm, 1e-6), Experts(router, gate_up, down, num_active, is_normalized), 132)
     (total, parts), (expected_total, expected) = kernels.norm_routed_mlp(*given), reference.norm_routed_mlp(*given)
     assert_close(total, expected_total, dtype)
     assert_close(parts.total, expected.total, dtype)
@@ -208,7 +214,7 @@ def test_a_token_that_is_not_a_number_spoils_no_other(kernels, dtype: torch.dtyp
     x[0, 5] = float("nan")
     norm, router = random(96, dtype=dtype), random(32, 96, dtype=dtype) / 10
     gate_up, down = random(32, 2 * 80, 96, dtype=dtype) / 10, random(32, 96, 80, dtype=dtype) / 9
-    given = (x, delta, norm, 1e-6, router, gate_up, down, 2, True, 132)
+    given = (x, delta, Norm(norm, 1e-6), Experts(router, gate_up, down, 2, is_normalized=True), 132)
     (_, parts), (_, expected) = kernels.norm_routed_mlp(*given), reference.norm_routed_mlp(*given)
     assert bool(parts.total[0].isnan().all())
     if num_tokens > 1:
@@ -227,7 +233,8 @@ def test_rows_are_stored_and_moved(kernels, dtype: torch.dtype, count: int) -> N
     results = []
     for module in (kernels, reference):
         own = rows.clone()
-        module.store_context(projected, positions, (angles.cos(), angles.sin()), weights, 1e-6, own, slots, starts)
+        layers = ContextLayers(own, Rope(angles.cos(), angles.sin()), Norm(weights, 1e-6))
+        module.store_context(projected, layers, positions, slots, starts)
         module.move_rows(own, slots, starts, paths, counts)
         results.append(own)
     assert_close(results[0], results[1], dtype)
@@ -269,9 +276,9 @@ def test_score_pairs(kernels, dtype: torch.dtype, depth: int, width: int, rank: 
     ids = torch.randint(0, 50, (2, depth, width), device=DEVICE)
     anchors = integers(3, 9, 9, 4, 9, 9).view(2, 3)[:, 0]  # a column, as in a block of tokens
     given = (random(2, depth, width), ids, anchors, random(2, depth, rank, dtype=dtype))
-    books = [random(50, rank, dtype=dtype) / rank**0.5 for _ in range(2)]
+    books = Selector(*(random(50, rank, dtype=dtype) / rank**0.5 for _ in range(2)))
     for temperatures in (None, torch.tensor([0.0, 0.6], device=DEVICE)):
-        found, expected = (module.score_pairs(*given, *books, temperatures) for module in (kernels, reference))
+        found, expected = (module.score_pairs(*given, books, temperatures) for module in (kernels, reference))
         assert_close(found[0], expected[0], dtype)
         if depth > 1:
             assert_close(found[1], expected[1], dtype)

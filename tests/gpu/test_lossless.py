@@ -1,9 +1,11 @@
 """Speculative decoding on a GPU emits what plain decoding emits there, through graphs and kernels, in float32."""
 
+from dataclasses import replace
+
 import pytest
 
 from blockpilot.core.sampling_params import SamplingParams
-from blockpilot.engine.planned_runner import PlannedRunner
+from blockpilot.gpu.target import GpuTargetRunner
 from tests.tiny import RandomTreePilot, make_dflash, make_eagle3, make_llm
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +23,7 @@ def test_every_method_gives_the_plain_text(name: str, temperature: float, top_k:
     expected = [answer.token_ids for answer in make_llm(name).generate(PROMPTS, params, is_raw=True)]  # on the CPU
     for drafter in (make_dflash(name), make_dflash(name, is_second=True), make_eagle3(name)):
         llm = make_llm(name, drafter=drafter, device="cuda")
-        assert isinstance(llm.engine.runner, PlannedRunner)
+        assert isinstance(llm.engine.runner, GpuTargetRunner)
         for pilot in ("ar", "fixed:4", "fixed:8", "tree:15", "tree:63"):
             found = llm.generate(PROMPTS, params, pilot=pilot, is_raw=True)
             assert [answer.token_ids for answer in found] == expected, (pilot, type(drafter).__name__)
@@ -35,9 +37,10 @@ def test_drafts_are_those_of_the_cpu(temperature: float) -> None:
     """Graphs are replayed for many steps while other memory comes and goes: what they read must still be there."""
     params = SamplingParams(max_new_tokens=30, temperature=temperature, seed=5)
     steps = []
-    for device, is_joint in (("cpu", False), ("cuda", False), ("cuda", True)):
+    for device, is_host in (("cpu", True), ("cuda", True), ("cuda", False)):
         llm = make_llm("qwen3", drafter=make_dflash("qwen3", is_second=True), device=device)
-        llm.engine.joint = llm.engine.joint if is_joint else None
+        loop = llm.engine.pipeline.loop
+        llm.engine.pipeline.loop = replace(loop, executors=loop.executors[-1:]) if is_host else loop
         answers = llm.generate(PROMPTS, params, pilot="tree:15", is_raw=True)
         steps.append([[step.emitted for step in answer.steps] for answer in answers])
     assert steps[0] == steps[1]

@@ -4,8 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockpilot.models import trees_reference as reference
-from blockpilot.models.trees_reference import REPORT, Blocks, NextBlocks, Trees
+from blockpilot.core.draft import Draft
+from blockpilot.gpu import reference
+from blockpilot.gpu.interface import (
+    REPORT,
+    AcceptedRows,
+    CheckedTrees,
+    NextBlocks,
+    PassInputs,
+    TreeLimits,
+    TreeRules,
+)
+from blockpilot.pilots.calibration import MAX_NEGATED, MAX_PROBABILITY, MIN_LOG_PROB
 from tests.gpu.conftest import DEVICE
 
 pytestmark = pytest.mark.gpu
@@ -14,12 +24,12 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 
 @pytest.fixture(scope="module")
 def kernels():  # type: ignore[no-untyped-def]
-    from blockpilot.models import gpu_kernels
+    from blockpilot.gpu import kernels as found
 
-    return gpu_kernels
+    return found
 
 
-def random_blocks(num_requests: int, depth: int, width: int, *, is_pairwise: bool) -> Blocks:
+def random_blocks(num_requests: int, depth: int, width: int, *, is_pairwise: bool) -> Draft[Tensor]:
     """No two tokens of a request are equal, so that an id tells the position and the rank."""
     ids = torch.arange(num_requests * depth * width, device=DEVICE).view(num_requests, depth, width) + 100
 
@@ -28,7 +38,7 @@ def random_blocks(num_requests: int, depth: int, width: int, *, is_pairwise: boo
 
     log_probs = scores(num_requests, depth, width).sort(dim=-1, descending=True).values
     pairs = (scores(num_requests, width), scores(num_requests, depth - 1, width, width)) if is_pairwise else ()
-    return Blocks(ids, log_probs, *pairs)
+    return Draft(ids, log_probs, *pairs)
 
 
 def random_weights(num_depths: int) -> Tensor:
@@ -36,19 +46,43 @@ def random_weights(num_depths: int) -> Tensor:
     return usual + torch.randn(2, num_depths, 6, device=DEVICE) / 10
 
 
-def grow(module, blocks: Blocks, weights: Tensor | None, limits: Tensor, size: int, *, is_chain: bool):  # type: ignore[no-untyped-def]
+def grow(module, blocks: Draft[Tensor], weights: Tensor | None, limits: Tensor, size: int, *, is_chain: bool):  # type: ignore[no-untyped-def]
     """Trees, parents and report; what was there before is overwritten."""
     num_requests = len(limits)
     number = torch.full((3, num_requests * size), -9, dtype=torch.int32, device=DEVICE)
     masks = number.new_full((num_requests * size, -(-size // 32)), -9)
-    trees = Trees(number[0], number[1], masks, number.new_full((num_requests,), -9))
+    slots = number.new_zeros(num_requests)
+    trees = PassInputs(number[0], number[1], slots, number.new_full((num_requests,), -9), masks)
     parents = number[2].view(num_requests, size)
     report = torch.full((num_requests, REPORT), -9.0, device=DEVICE)
     temperatures = torch.tensor(TEMPERATURES[:num_requests], device=DEVICE)
     tokens = torch.arange(num_requests * 2 * 5, dtype=torch.int32, device=DEVICE).view(2, num_requests, 5) + 1000
     anchors, starts = tokens[0, :, 0], tokens[1, :, 0]  # columns, as in a block of tokens
-    module.grow_trees(blocks, weights, temperatures, limits, anchors, starts, trees, parents, report, is_chain=is_chain)
+    given = TreeLimits(temperatures, limits, anchors, starts)
+    module.grow_trees(blocks, TreeRules(weights, is_chain), given, trees, parents, report)
     return trees, parents, report
+
+
+def all_shares(blocks: Draft[Tensor], weights: Tensor | None, temperatures: Tensor) -> Tensor:
+    """P(child | parent) [R, D, K, K] on a path that is right so far; the anchor is parent 0 of position 0."""
+    num_requests, depth, width = blocks.log_probs.shape
+    marginals = blocks.log_probs[:, :, None]  # [R, D, 1, K], the same after every parent
+    scores = marginals.expand(num_requests, depth, width, width)
+    if blocks.first is not None and blocks.pairwise is not None:
+        first = blocks.first[:, None, None].expand(num_requests, 1, width, width)
+        scores = torch.cat((first, blocks.pairwise), dim=1)
+    if weights is None:
+        return scores.exp()
+    places = torch.arange(depth, device=weights.device).clamp(max=weights.shape[1] - 1)
+    table = weights[(temperatures > 0).to(weights.device, torch.long)][:, places]  # [R, D, features]
+    one, conditional, marginal, gap, child, parent = table[:, :, None, None].unbind(dim=-1)
+    ranks = torch.arange(width, device=weights.device).float().log1p()
+    scores = scores.clamp(min=MIN_LOG_PROB)
+    logits = conditional * (scores - torch.log1p(-scores.exp().clamp(max=MAX_PROBABILITY)))
+    logits = logits + one + child * ranks + parent * ranks[:, None] + marginal * marginals.clamp(min=MIN_LOG_PROB)
+    logits = logits + gap * (scores.amax(dim=-1, keepdim=True) - scores)
+    found = 1 / (1 + (-logits).clamp(max=MAX_NEGATED).exp())
+    return found / found.sum(dim=-1, keepdim=True).clamp(min=1)  # siblings exclude each other
 
 
 def path_probabilities(shares: Tensor, ids: Tensor, parents: Tensor) -> Tensor:
@@ -103,7 +137,7 @@ def test_trees_are_those_of_the_reference(  # type: ignore[no-untyped-def]
     blocks = random_blocks(num_requests, depth, width, is_pairwise=is_pairwise)
     weights = random_weights(num_depths) if num_depths else None
     temperatures = torch.tensor(TEMPERATURES[:num_requests], device=DEVICE)
-    shares = reference._shares(blocks, weights, temperatures)
+    shares = all_shares(blocks, weights, temperatures)
     for limits in ([(size - 1, depth)] * 3, [(200, 2), (5, depth), (0, 0)], [(7, 99), (0, 3), (3, 0)]):
         given = torch.tensor(limits[:num_requests], dtype=torch.int32, device=DEVICE)
         trees, parents, report = grow(kernels, blocks, weights, given, size, is_chain=is_chain)
@@ -128,7 +162,7 @@ def test_trees_are_those_of_the_reference(  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("size", [12, 129])
 def test_equal_paths_come_in_the_order_of_their_age(kernels, size: int) -> None:  # type: ignore[no-untyped-def]
     blocks = random_blocks(2, 5, 3, is_pairwise=False)
-    even = Blocks(blocks.token_ids, torch.full_like(blocks.log_probs, -1.1))
+    even = Draft(blocks.token_ids, torch.full_like(blocks.log_probs, -1.1))
     limits = torch.tensor([[size - 1, 5], [size - 3, 4]], dtype=torch.int32, device=DEVICE)
     found, expected = (grow(module, even, None, limits, size, is_chain=False) for module in (kernels, reference))
     for name in ("token_ids", "positions", "masks"):
@@ -169,7 +203,8 @@ def test_accepted_paths_are_those_of_the_reference(  # type: ignore[no-untyped-d
             paths = flat.new_full((num_requests, num_rows + 3), -9)
             counts, accepted = flat.new_full((num_requests,), -9), flat.new_full((num_requests, 1 + num_rows), -9)
             blocks = next_blocks(num_requests, num_rows)
-            module.accept_trees(best, ids, parents, starts, paths, counts, flat[0], flat[1], accepted, blocks)
+            checked = CheckedTrees(best, ids, parents, starts)
+            module.accept_trees(checked, AcceptedRows(paths, counts, flat[0], flat[1]), accepted, blocks)
             written = blocks.next_ids, blocks.next_positions, blocks.next_starts
             results.append((paths, counts, flat, accepted, *written))
         for found, expected in zip(*results, strict=True):
@@ -195,22 +230,19 @@ def test_the_host_reads_what_was_written_into_its_memory(kernels) -> None:  # ty
     def on_host(like: Tensor) -> Tensor:
         return torch.full(like.shape, -9, dtype=like.dtype, pin_memory=is_pinned)
 
-    parts = expected.token_ids, expected.positions, expected.masks, expected.starts
-    trees = Trees(*map(on_host, parts))
+    parts = expected.token_ids, expected.positions, expected.slots, expected.starts, expected.masks
+    trees = PassInputs(*map(on_host, parts))
     own_parents, own_report = torch.empty_like(parents), on_host(report)
     anchors = expected.token_ids[:1]
-    kernels.grow_trees(
-        blocks, None, torch.zeros(1, device=DEVICE), limits, anchors, expected.positions[:1], trees, own_parents,
-        own_report, is_chain=False,
-    )  # fmt: skip
+    given = TreeLimits(torch.zeros(1, device=DEVICE), limits, anchors, expected.positions[:1])
+    kernels.grow_trees(blocks, TreeRules(None, is_chain=False), given, trees, own_parents, own_report)
     best = torch.full((12,), 5, device=DEVICE)
     accepted, flat = on_host(parents.new_empty(1, 6)), parents.new_empty(2, 5)
     following = next_blocks(1, 5, spare_slot=9)
     numbers = [on_host(part) for part in (following.next_ids, following.next_positions, following.next_starts)]
-    kernels.accept_trees(
-        best, expected.token_ids, own_parents, limits[:, 0], flat[:1], flat[1, :1], flat[0], flat[1], accepted,
-        NextBlocks(following.slots, following.positions, 9, *numbers),
-    )  # fmt: skip
+    checked = CheckedTrees(best, expected.token_ids, own_parents, limits[:, 0])
+    kept = AcceptedRows(flat[:1], flat[1, :1], flat[0], flat[1])
+    kernels.accept_trees(checked, kept, accepted, NextBlocks(following.slots, following.positions, 9, *numbers))
     if is_pinned:
         torch.cuda.synchronize()
     for name in ("token_ids", "positions", "masks", "starts"):

@@ -1,10 +1,10 @@
 """The floor of a step with routed experts counts the experts that its tokens choose."""
 
 import torch
+from blockpilot.engine.planned_runner import PlannedRunner
 from gpu_shapes import idle_bytes
 
 from blockpilot.core.tree import DraftTree
-from blockpilot.engine.planned_runner import PlannedRunner
 from tests.tiny import make_decoder
 
 NUM_ROUTED = 2  # layers; each token chooses two of four experts

@@ -56,3 +56,16 @@ def test_words_hold_temperature_and_seed():
     words = SamplingParams(temperature=0.5, seed=seed).words
     assert unpack("<fQ", pack("<3i", *words)) == (0.5, seed)
     assert SamplingParams().words == (0, 0, 0)
+
+
+@pytest.mark.parametrize("temperature", [1e-39, 1e-12, 9.9e-6])
+def test_a_temperature_that_logits_cannot_be_divided_by_is_greedy(temperature):
+    params = SamplingParams(temperature=temperature, top_k=5, seed=3)
+    assert params.temperature == 0 and params.is_greedy and not params.is_filtered
+    assert params.words == SamplingParams(seed=3).words
+
+
+def test_the_lowest_temperature_that_samples():
+    params = SamplingParams(temperature=1e-5)
+    assert params.temperature == 1e-5 and not params.is_greedy
+    assert unpack("<fQ", pack("<3i", *params.words))[0] > 0

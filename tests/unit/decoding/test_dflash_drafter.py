@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockpilot.core.candidates import Candidates
 from blockpilot.core.config import EngineConfig
+from blockpilot.core.draft import HostDraft
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import DraftRequest, Observation
@@ -55,7 +55,7 @@ def observe(drafter: DFlashDrafter, slot: int, taps: Tensor) -> None:
     drafter.observe([Observation(slot, [0] * len(taps), taps)])
 
 
-def assert_same(first: Candidates, second: Candidates, tolerance: float = 1e-5) -> None:
+def assert_same(first: HostDraft, second: HostDraft, tolerance: float = 1e-5) -> None:
     np.testing.assert_array_equal(first.token_ids, second.token_ids)
     for name in ("log_probs", "first", "pairwise"):
         ours, theirs = getattr(first, name), getattr(second, name)

@@ -19,14 +19,14 @@ from blockpilot import SamplingParams
 from blockpilot.core.config import EngineConfig
 from blockpilot.core.records import Completion
 from blockpilot.core.tree import DraftTree
+from blockpilot.decoding import host_step
 from blockpilot.decoding.sampling import filter_logits
 from blockpilot.decoding.verification import Acceptance, accept
-from blockpilot.engine import speculative_step
 from blockpilot.engine.llm import LLM
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.loading import LoadedTarget
-from tests.support import decoder_logits
+from tests.support import children_of, decoder_logits
 from tests.tiny import CONFIGS, make_dflash, make_tokenizer
 
 NUM_WORDS, PROMPT, ANSWER_LENGTH, NUM_ANSWERS = 4, [1, 3, 2], 4, 900
@@ -84,7 +84,7 @@ def accept_wrong_tokens_sometimes(seed: int):
 
     def lenient(tree: DraftTree, target_ids: Sequence[int]) -> Acceptance:
         forced = list(target_ids)
-        for node, children in enumerate(tree.children()):
+        for node, children in enumerate(children_of(tree)):
             if children and draw.random() < 0.2:
                 forced[node] = next(iter(children))
         return accept(tree, forced)
@@ -96,7 +96,7 @@ def prefer_the_last_child(tree: DraftTree, target_ids: Sequence[int]) -> Accepta
     """A verifier that believes the drafter's last choice wherever there is more than one."""
     forced = [
         list(children)[-1] if len(children) > 1 else token_id
-        for children, token_id in zip(tree.children(), target_ids, strict=True)
+        for children, token_id in zip(children_of(tree), target_ids, strict=True)
     ]
     return accept(tree, forced)
 
@@ -125,5 +125,5 @@ def test_a_broken_verifier_fails_the_same_test(broken, pilot: str, monkeypatch: 
     params = SamplingParams(temperature=1.5)
     llm = make_llm()
     probabilities = exact_probabilities(llm.engine.runner.decoder, params)
-    monkeypatch.setattr(speculative_step, "accept", broken)
+    monkeypatch.setattr(host_step, "accept", broken)
     assert chi_square_p(sample_answers(llm, pilot, params), probabilities) < 1e-4

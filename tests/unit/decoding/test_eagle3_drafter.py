@@ -9,16 +9,15 @@ from torch import Tensor
 
 from blockpilot.cache.attention import RaggedAttention, Segment
 from blockpilot.cache.slots import SlotCache
-from blockpilot.core.candidates import Candidates
+from blockpilot.core.draft import HostDraft
 from blockpilot.core.sampling_params import SamplingParams
-from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.decoding.eagle3_drafter import Eagle3Drafter
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.eagle3 import Eagle3
 from blockpilot.models.noise import gumbel_noise
-from blockpilot.pilots.growth import grow_chain, grow_tree
-from tests.support import causal_attend
+from blockpilot.pilots.growth import GrowthRules, falling_costs, grow_chain, grow_tree
+from tests.support import causal_attend, children_of, paths_of
 from tests.tiny import make_decoder, make_eagle3
 
 GREEDY = SamplingParams()
@@ -83,13 +82,13 @@ def scores_after(model: Eagle3, decoder: Decoder, text: list[int], path: list[in
     return scores.log_softmax(-1)
 
 
-def paths(candidates: Candidates) -> list[list[int]]:
-    """The tokens from depth 1 to each node, node included."""
-    assert candidates.tree is not None
-    found: list[list[int]] = [[]]
-    for parent, token_id in zip(candidates.tree.parents, candidates.tree.token_ids, strict=True):
-        found.append([*found[parent], int(token_id)])
-    return found[1:]
+def path_scores(draft: HostDraft) -> list[float]:
+    """Log-probability of the path to each node of a drafter's own tree, behind the anchor."""
+    assert draft.tree is not None and draft.node_log_probs is not None
+    scores = [0.0]
+    for parent, log_prob in zip(draft.tree.parents[1:], draft.node_log_probs, strict=True):
+        scores.append(scores[parent] + float(log_prob))
+    return scores[1:]
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
@@ -116,10 +115,11 @@ def test_a_tree_equals_recomputation(params: SamplingParams) -> None:
     (found,) = drafter.propose([request(text, slot=0, block_size=5, width=6, params=params)])
     assert found.tree is not None and found.token_ids.shape == (4, 6)
     row_of = {int(token_id): row for row, token_id in enumerate(model.draft_token_ids)}
-    for path, log_prob in zip(paths(found), found.tree.log_probs, strict=True):
-        expected = scores_after(model, decoder, text, path[:-1], params)
+    assert found.tree.token_ids[0] == text[-1] and found.node_log_probs is not None
+    for path, log_prob in zip(paths_of(found.tree), found.node_log_probs, strict=True):
+        expected = scores_after(model, decoder, text, list(path[:-1]), params)
         assert log_prob == pytest.approx(float(expected[row_of[path[-1]]]), abs=1e-4)
-    chain = [token_id for _, token_id in grow_chain(found, 99)]
+    chain = list(grow_chain(found, text[-1], 99).token_ids[1:])
     assert chain == found.token_ids[:, 0].tolist()
     for depth in range(4):
         expected = scores_after(model, decoder, text, chain[:depth], params).topk(6)
@@ -133,18 +133,17 @@ def test_the_shape_of_a_tree() -> None:
     observe(drafter, decoder, text, slot=0, chunks=())
     (found,) = drafter.propose([request(text, slot=0, block_size=5, width=6)])
     tree = found.tree
-    assert tree is not None and len(tree) == 4 + 3 * 3 * 4
-    depths = [len(path) for path in paths(found)]
-    assert (tree.parents <= np.arange(len(tree))).all() and max(depths) == 4
-    scores = tree.path_scores()
+    assert tree is not None and len(tree) == 1 + 4 + 3 * 3 * 4
+    assert tree.depths == (0, *map(len, paths_of(tree))) and tree.max_depth == 4
+    scores = [0.0, *path_scores(found)]
     for depth in (1, 2, 3):
-        level = [index for index in range(len(tree)) if depths[index] == depth]
-        expanded = {int(parent) - 1 for parent, d in zip(tree.parents, depths, strict=True) if d == depth + 1}
+        level = [node for node in range(len(tree)) if tree.depths[node] == depth]
+        expanded = {node for node in level if children_of(tree)[node]}
         assert len(expanded) == 3
-        best = sorted(level, key=lambda index: -scores[index])
+        best = sorted(level, key=lambda node: -scores[node])
         assert len(expanded - set(best[:3])) <= 1 and best[0] in expanded  # one place may go to the likeliest chain
     (small,) = drafter.propose([request(text, slot=0, block_size=3, width=2)])
-    assert small.tree is not None and len(small.tree) == 2 + 2 * 2
+    assert small.tree is not None and len(small.tree) == 1 + 2 + 2 * 2
 
 
 def test_drafting_leaves_the_context_as_it_was() -> None:
@@ -169,14 +168,13 @@ def test_drafting_leaves_the_context_as_it_was() -> None:
     )
 
 
-def assert_same(found: Candidates, expected: Candidates) -> None:
+def assert_same(found: HostDraft, expected: HostDraft) -> None:
     np.testing.assert_array_equal(found.token_ids, expected.token_ids)
     np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-4)
-    assert (found.tree is None) == (expected.tree is None)
-    if found.tree is not None and expected.tree is not None:
-        np.testing.assert_array_equal(found.tree.parents, expected.tree.parents)
-        np.testing.assert_array_equal(found.tree.token_ids, expected.tree.token_ids)
-        np.testing.assert_allclose(found.tree.log_probs, expected.tree.log_probs, atol=1e-4)
+    assert found.tree == expected.tree
+    if found.tree is not None:
+        assert found.node_log_probs is not None and expected.node_log_probs is not None
+        np.testing.assert_allclose(found.node_log_probs, expected.node_log_probs, atol=1e-4)
 
 
 def test_a_batch_equals_one_by_one() -> None:
@@ -201,20 +199,16 @@ def test_pilots_take_chains_and_trees_out_of_it() -> None:
     observe(drafter, decoder, text, slot=0, chunks=())
     (found,) = drafter.propose([request(text, slot=0, block_size=8, width=16)])
     assert found.tree is not None
-    scores, known = found.tree.path_scores(), {tuple(path) for path in paths(found)}
-    for num_nodes in (1, 7, 40, 10_000):
-        nodes = grow_tree(found, num_nodes)
-        tree = DraftTree.build(text[-1], nodes)  # checks that parents come first
-        assert len(nodes) == min(num_nodes, len(found.tree))
-        is_ancestor = tree.ancestor_matrix()
-        taken = {
-            tuple(tree.token_ids[i] for i in range(1, len(tree)) if is_ancestor[n, i]) for n in range(1, len(tree))
-        }
-        assert taken <= known and len(taken) == len(nodes)
-        assert sum(scores >= np.sort(scores)[-len(nodes)]) >= len(nodes)
-        best = {tuple(path) for path, s in zip(paths(found), scores, strict=True) if s > np.sort(scores)[-len(nodes)]}
-        assert best <= taken
-    assert len(grow_chain(found, 3)) == 3 and len(grow_chain(found, 99)) == 7
+    scores = dict(zip(paths_of(found.tree), path_scores(found), strict=True))
+    for num_nodes in (1, 7, 40, 1000):
+        tree = grow_tree(found, text[-1], GrowthRules(falling_costs(num_nodes), depth=7)).tree
+        taken = paths_of(tree)
+        assert len(set(taken)) == len(taken) == min(num_nodes, len(found.tree) - 1)
+        best = sorted(scores.values(), reverse=True)[: len(taken)]
+        np.testing.assert_allclose([scores[path] for path in taken], best, atol=1e-5)  # best first, too
+    short = grow_tree(found, text[-1], GrowthRules(falling_costs(1000), depth=2)).tree
+    assert set(paths_of(short)) == {path for path in scores if len(path) <= 2}
+    assert len(grow_chain(found, text[-1], 3)) == 4 and len(grow_chain(found, text[-1], 99)) == 8
 
 
 def test_a_mask_may_reach_back_over_kept_rows() -> None:

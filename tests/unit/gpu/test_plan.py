@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from blockpilot.cache.pass_plan import CONTEXTS, PassPlan, context_classes
 
 from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
+from blockpilot.gpu.buckets import CONTEXTS, context_buckets
+from blockpilot.gpu.plan import PassPlan
 
 SPARE, LENGTHS = 5, [10, 20, 30, 40]
 WORDS = [SamplingParams(temperature=0.3 * i, seed=2**40 * i + i).words for i in range(4)]
@@ -98,5 +99,5 @@ def test_noise_is_that_of_the_requests() -> None:
 
 
 def test_long_contexts_are_prepared_only_where_slots_are_long() -> None:
-    assert context_classes(1000) == CONTEXTS[:1] == context_classes(2048 + MAX_TREE_NODES)
-    assert context_classes(2049 + MAX_TREE_NODES) == CONTEXTS
+    assert context_buckets(1000) == CONTEXTS[:1] == context_buckets(2048 + MAX_TREE_NODES)
+    assert context_buckets(2049 + MAX_TREE_NODES) == CONTEXTS

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from blockpilot.gpu.fused import FusedLayers
 from blockpilot.models.config import MoeConfig
 from blockpilot.models.decoder import MoE, rope_frequencies
-from blockpilot.models.fused import FusedLayers
 from tests.support import causal_attend
 from tests.tiny import ARCHITECTURES, make_decoder
 
@@ -58,4 +58,4 @@ def test_rotation_stays_exact_in_half_precision() -> None:
     torch.testing.assert_close(sin[:, 0, dim // 2 :].double(), angles.sin(), rtol=0, atol=1e-4)
     rows = torch.zeros(1, 2, 1, 1, 600, dim, dtype=torch.bfloat16)
     fused = FusedLayers(rows, decoder.rotary, decoder.config.num_heads)
-    torch.testing.assert_close(fused.table[0].double(), angles.cos(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(fused.rope[0].double(), angles.cos(), rtol=0, atol=1e-4)

@@ -3,53 +3,73 @@
 import numpy as np
 import pytest
 
-from blockpilot.core.candidates import Candidates
+from blockpilot.core.draft import Draft, HostDraft
+from blockpilot.core.tree import DraftTree
 from blockpilot.pilots.calibration import (
     FEATURES,
     Calibration,
+    Calibrations,
     expected_calibration_error,
     feature_rows,
-    sigmoid,
 )
 from blockpilot.pilots.fitting import calibration_rows, fit_calibration
-from tests.support import child_log_probs
-from tests.unit.pilots.pieces import make_drafts, random_candidates, true_probabilities
+from blockpilot.pilots.growth import GrowthRules, falling_costs, grow_nodes
+from tests.support import child_log_probs, paths_of
+from tests.unit.pilots.pieces import make_drafts, random_draft, true_probabilities
 
 TRUTH = np.array([[-0.4, 1.0], [-0.7, 0.9], [-1.0, 0.8], [-1.3, 0.7]])
 
 
+def sigmoid(values: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-values))
+
+
+def probabilities(draft: HostDraft, calibration: Calibration, width: int) -> dict[tuple[int, ...], float]:
+    """P(right | parent right) by the ranks from depth 1 to a node, of every node: trees of all that there is."""
+    ranks: HostDraft = Draft(np.broadcast_to(np.arange(draft.width), draft.token_ids.shape), *draft.arrays[1:])
+    nodes = grow_nodes(ranks, GrowthRules(falling_costs(2000), draft.num_positions, calibration, width=width))
+    tree = DraftTree.build(9, list(zip(nodes.parents, nodes.token_ids, strict=True)))
+    found = dict(zip(paths_of(tree), nodes.paths, strict=True))
+    return {path: value / (found[path[:-1]] if path[1:] else 1) for path, value in found.items()}
+
+
 @pytest.mark.parametrize("is_pairwise", [False, True])
 def test_without_a_fit_scores_are_taken_at_their_word(is_pairwise: bool) -> None:
-    candidates = random_candidates(0, is_pairwise=is_pairwise)
-    first, later = Calibration.identity().probabilities(candidates)
-    np.testing.assert_allclose(first, np.exp(child_log_probs(candidates, 0, 0)), rtol=1e-4)
-    for position in range(1, candidates.num_positions):
-        for parent in range(candidates.width):
-            expected = np.exp(child_log_probs(candidates, position, parent))
-            np.testing.assert_allclose(later[position - 1, parent], expected, rtol=1e-4)
+    draft = random_draft(0, depth=4, is_pairwise=is_pairwise)
+    found = probabilities(draft, Calibration.identity(), width=4)
+    assert len(found) == 4 + 16 + 64 + 256
+    for path, value in found.items():
+        score = child_log_probs(draft, len(path) - 1, path[-2] if path[1:] else 0)[path[-1]]
+        assert value == pytest.approx(float(np.exp(score)), rel=1e-4)
 
 
 @pytest.mark.parametrize("is_pairwise", [False, True])
 def test_probabilities_are_the_logistic_model_of_the_features(is_pairwise: bool) -> None:
-    candidates = random_candidates(1, is_pairwise=is_pairwise)
+    """As they are fitted: the loops weigh the features that `feature_rows` writes."""
+    draft = random_draft(1, depth=5, is_pairwise=is_pairwise)
     random = np.random.default_rng(2)
-    weights = random.normal(size=(3, len(FEATURES))).astype(np.float32) * 0.3  # three rows serve seven depths
-    weights[:, 0] -= 2
-    first, later = Calibration(weights).probabilities(candidates, width=3)
-    for position in range(candidates.num_positions):
-        for parent in range(3 if position else 1):
-            scores = child_log_probs(candidates, position, parent)[:3]
-            rows = feature_rows(scores, candidates.log_probs[position, :3], np.array(parent))
-            expected = sigmoid(rows @ weights[min(position, 2)])
-            found = later[position - 1, parent] if position else first
-            np.testing.assert_allclose(found, expected / max(expected.sum(), 1), rtol=2e-4)
-            assert found.sum() <= 1 + 1e-6
+    weights = random.normal(size=(3, len(FEATURES))).astype(np.float32) * 0.3  # three rows serve five depths
+    weights[:, 0] += np.array([-2, 0, 1])  # siblings that promise less than 1, and more
+    found = probabilities(draft, Calibration(weights), width=3)
+    assert len(found) == 3 + 9 + 27 + 81 + 243
+    for path, value in found.items():
+        position, parent = len(path) - 1, path[-2] if path[1:] else 0
+        scores = child_log_probs(draft, position, parent)[:3]
+        rows = feature_rows(scores, draft.log_probs[position, :3], np.array(parent))
+        expected = sigmoid(rows @ weights[min(position, 2)])
+        assert value == pytest.approx(float((expected / max(expected.sum(), 1))[path[-1]]), rel=2e-4)
 
 
 def test_impossible_and_certain_scores_stay_finite() -> None:
-    scores = np.array([[0.0, -400.0]], dtype=np.float32)
-    first, _ = Calibration.identity().probabilities(Candidates(np.array([[1, 2]]), scores))
-    assert first[0] > 0.999 and 0 <= first[1] < 1e-9
+    draft: HostDraft = Draft(np.array([[0, 1]]), np.array([[0.0, -400.0]], dtype=np.float32))
+    found = probabilities(draft, Calibration.identity(), width=2)
+    assert found[0,] > 0.999 and 0 <= found[1,] < 1e-9
+
+
+def test_sampled_requests_have_a_calibration_of_their_own() -> None:
+    greedy, sampled = Calibration.identity(), Calibration.identity()
+    both = Calibrations(greedy, sampled)
+    assert both.of(0.0) is greedy and both.of(0.7) is sampled
 
 
 def test_fit_recovers_a_known_model() -> None:
@@ -85,7 +105,7 @@ def test_scores_that_parents_share_need_no_pairs() -> None:
     ids = np.zeros((5, 4), dtype=np.int64)
     pairs = np.repeat(marginals[1:, None], 4, axis=1)
     calibration = Calibration(random.normal(size=(3, 6)).astype(np.float32))
-    plain = calibration.probabilities(Candidates(ids, marginals))
-    paired = calibration.probabilities(Candidates(ids, marginals, marginals[0], pairs))
-    np.testing.assert_array_equal(plain[0], paired[0])
-    np.testing.assert_array_equal(plain[1], paired[1])
+    plain: HostDraft = Draft(ids, marginals)
+    paired: HostDraft = Draft(ids, marginals, marginals[0], pairs)
+    rules = GrowthRules(falling_costs(200), 5, calibration)
+    assert grow_nodes(plain, rules) == grow_nodes(paired, rules)

@@ -12,7 +12,7 @@ from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.files import load_pilot_folder, read_card, save_pilot
 from blockpilot.pilots.forecast import Forecast
 from blockpilot.pilots.step import StepPilot
-from tests.unit.pilots.pieces import make_inputs, random_candidates
+from tests.unit.pilots.pieces import choose_one, make_inputs, random_draft, select_one
 
 RANDOM = np.random.default_rng(0)
 CALIBRATION = Calibration(RANDOM.normal(size=(3, 6)).astype(np.float32))
@@ -37,9 +37,15 @@ def test_round_trip(tmp_path: Path, is_chain: bool) -> None:
     save_pilot(tmp_path, [pilot], target="tiny", drafter="dflash", training={})
     again = load_pilot_folder(tmp_path, StepCosts.linear(), is_chain=is_chain)
     assert isinstance(again, StepPilot) and again.draft_sizes == (4, 8)
-    inputs, candidates = make_inputs(), random_candidates(3)
-    assert again.select(inputs, candidates) == pilot.select(inputs, candidates)
-    assert again.choose(inputs) == pilot.choose(inputs)
+    inputs, draft, first = make_inputs(), random_draft(3), pilot.start(None)
+    found = select_one(pilot, inputs, draft, first)
+    assert len(found.tree) > 1 and select_one(again, inputs, draft, again.start(None)) == found
+    choice, same = choose_one(pilot, inputs, first), choose_one(again, inputs, again.start(None))
+    assert choice[:3] == same[:3]
+    for temperature in (0.0, 1.0):
+        assert choice.calibrations is not None and same.calibrations is not None
+        weights = [one.of(temperature).weights for one in (choice.calibrations, same.calibrations)]
+        np.testing.assert_array_equal(*weights)
 
 
 def test_one_folder_serves_trees_and_chains(folder: Path) -> None:

@@ -5,7 +5,8 @@ import pytest
 
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.fitting import fit_forecast, walk
-from blockpilot.pilots.forecast import Forecast, Recent
+from blockpilot.pilots.forecast import FEATURES, Forecast, features
+from blockpilot.pilots.memory import Recent
 from tests.unit.pilots.pieces import make_drafts
 
 
@@ -82,7 +83,8 @@ def test_curves_add_up_the_probabilities_of_nodes() -> None:
     random = np.random.default_rng(0)
     weights = random.normal(size=(2, 3, 7, 5)).astype(np.float32)
     recent = Recent(average=3.0, last=2.0, expected=2.5, has_drafted=True)
-    probabilities = 1 / (1 + np.exp(-(weights.astype(np.float64) @ recent.features())))
+    assert features(recent).tolist() == [1, 3, 2, 2.5, 1] and len(FEATURES) == 5
+    probabilities = 1 / (1 + np.exp(-(weights.astype(np.float64) @ features(recent))))
     found = Forecast((4, 8), num_nodes=7, weights=weights).expected(recent)
     np.testing.assert_allclose(found[..., 1:], 1 + probabilities.cumsum(axis=-1), rtol=1e-12)
     assert (found[..., 0] == 1).all()

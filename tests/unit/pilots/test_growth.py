@@ -1,94 +1,102 @@
-"""Chains and trees out of candidates, against every path written out."""
+"""Chains and trees out of drafts, against every path written out."""
 
-from itertools import islice, product
+from itertools import product
 from operator import le
 
 import numpy as np
 import pytest
 
-from blockpilot.core.candidates import Candidates, ProposedTree
-from blockpilot.core.config import MAX_TREE_NODES
+from blockpilot.core.draft import Draft, HostDraft
 from blockpilot.core.tree import DraftTree
-from blockpilot.pilots.base import Nodes
+from blockpilot.pilots.calibration import Calibration
+from blockpilot.pilots.forecast import load_loops
 from blockpilot.pilots.growth import (
-    Growth,
-    best_first,
-    grow_by_cost,
+    NO_WEIGHTS,
+    GrowthRules,
+    falling_costs,
     grow_chain,
+    grow_nodes,
     grow_tree,
-    likeliest_chain,
-    proposed_chain,
-    proposed_nodes,
+    plain_arrays,
     smallest_rises,
 )
-from tests.support import child_log_probs
+from tests.support import child_log_probs, paths_of
+from tests.unit.pilots.pieces import nodes_of, random_draft
 
 POSITIONS, WIDTH = 4, 3
-TOKEN_IDS = np.arange(POSITIONS * WIDTH, dtype=np.int64).reshape(POSITIONS, WIDTH) + 100
 
 
-def log_softmax(scores: np.ndarray) -> np.ndarray:
-    return (scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))).astype(np.float32)
+def small_draft(seed: int, *, is_pairwise: bool) -> HostDraft:
+    return random_draft(seed, depth=POSITIONS, width=WIDTH, is_pairwise=is_pairwise)
 
 
-def random_candidates(seed: int, *, is_pairwise: bool) -> Candidates:
-    random = np.random.default_rng(seed)
-    marginals = -np.sort(-log_softmax(random.normal(size=(POSITIONS, WIDTH)) * 2))
-    if not is_pairwise:
-        return Candidates(TOKEN_IDS, marginals)
-    pairwise = log_softmax(random.normal(size=(POSITIONS - 1, WIDTH, WIDTH)) * 2)
-    return Candidates(TOKEN_IDS, marginals, first=log_softmax(random.normal(size=WIDTH)), pairwise=pairwise)
+def best_nodes(draft: HostDraft, num_nodes: int) -> DraftTree:
+    """The likeliest ones, however much they cost."""
+    return grow_tree(draft, 9, GrowthRules(falling_costs(num_nodes), depth=draft.num_positions)).tree
 
 
-def score_every_path(candidates: Candidates) -> dict[tuple[int, ...], float]:
-    """Token path -> sum of the log-probabilities on it, for every path of every length."""
+def score_every_path(draft: HostDraft) -> dict[tuple[int, ...], float]:
+    """Token path -> its probability, for every path of every length."""
     scores = {}
-    for depth in range(1, candidates.num_positions + 1):
-        for ranks in product(range(candidates.width), repeat=depth):
+    for depth in range(1, draft.num_positions + 1):
+        for ranks in product(range(draft.width), repeat=depth):
             parents = (0, *ranks)
-            steps = [child_log_probs(candidates, d, parents[d])[rank] for d, rank in enumerate(ranks)]
-            path = tuple(int(candidates.token_ids[d, rank]) for d, rank in enumerate(ranks))
-            scores[path] = float(np.sum(steps, dtype=np.float64))
+            steps = [child_log_probs(draft, d, parents[d])[rank] for d, rank in enumerate(ranks)]
+            path = tuple(int(draft.token_ids[d, rank]) for d, rank in enumerate(ranks))
+            scores[path] = float(np.exp(np.sum(steps, dtype=np.float64)))
     return scores
 
 
-def paths_of(nodes: Nodes) -> list[tuple[int, ...]]:
-    tree = DraftTree.build(0, nodes)  # refuses a child that stands before its parent
-    paths: list[tuple[int, ...]] = [()]
-    for node in range(1, len(tree)):
-        paths.append((*paths[tree.parents[node]], tree.token_ids[node]))
-    return paths[1:]
+def best_chain(draft: HostDraft) -> list[tuple[int, ...]]:
+    """The paths to its nodes: at every position the likeliest child of the one before."""
+    path: tuple[int, ...] = ()
+    paths, rank = [], 0
+    for position in range(draft.num_positions):
+        scores = child_log_probs(draft, position, rank)
+        rank = max(range(draft.width), key=lambda child: scores[child])
+        path = (*path, int(draft.token_ids[position, rank]))
+        paths.append(path)
+    return paths
 
 
 @pytest.mark.parametrize("is_pairwise", [False, True])
 @pytest.mark.parametrize("num_nodes", [1, 2, 5, 17, 60])
 @pytest.mark.parametrize("seed", range(3))
 def test_tree_holds_the_best_nodes_of_all(seed: int, num_nodes: int, is_pairwise: bool) -> None:
-    candidates = random_candidates(seed, is_pairwise=is_pairwise)
-    scores = score_every_path(candidates)
-    paths = paths_of(grow_tree(candidates, num_nodes))
+    draft = small_draft(seed, is_pairwise=is_pairwise)
+    scores = score_every_path(draft)
+    paths = paths_of(best_nodes(draft, num_nodes))
     assert len(set(paths)) == num_nodes
     best = sorted(scores.values(), reverse=True)[:num_nodes]
-    np.testing.assert_allclose([scores[path] for path in paths], best, atol=1e-5)  # best first, too
+    np.testing.assert_allclose([scores[path] for path in paths], best, rtol=1e-5)  # best first, too
 
 
 @pytest.mark.parametrize("is_pairwise", [False, True])
 def test_tree_ends_where_candidates_end(is_pairwise: bool) -> None:
-    candidates = random_candidates(0, is_pairwise=is_pairwise)
-    paths = paths_of(grow_tree(candidates, 10_000))
-    assert len(paths) == len(set(paths)) == len(score_every_path(candidates)) == 3 + 9 + 27 + 81
+    draft = small_draft(0, is_pairwise=is_pairwise)
+    paths = paths_of(best_nodes(draft, 1000))
+    assert len(paths) == len(set(paths)) == len(score_every_path(draft)) == 3 + 9 + 27 + 81
+
+
+@pytest.mark.parametrize("is_pairwise", [False, True])
+@pytest.mark.parametrize(("depth", "width"), [(0, 3), (1, 3), (2, 2), (9, 1)])
+def test_a_tree_may_be_held_shallow_and_narrow(depth: int, width: int, is_pairwise: bool) -> None:
+    draft = small_draft(2, is_pairwise=is_pairwise)
+    rules = GrowthRules(falling_costs(200), depth, width=width)
+    expected = score_every_path(draft.map(np.ascontiguousarray).cut(min(depth, POSITIONS), width)) if depth else {}
+    if width == 1 and is_pairwise:  # of one candidate there are no pairs to choose from
+        expected = {
+            path: score for path, score in score_every_path(draft).items() if set(path) <= set(draft.token_ids[:, 0])
+        }
+    assert set(paths_of(grow_tree(draft, 9, rules).tree)) == set(expected)
 
 
 @pytest.mark.parametrize("is_pairwise", [False, True])
 @pytest.mark.parametrize("max_nodes", [0, 1, 3, 4, 9])
 def test_chain_follows_the_best_child_of_each_node(max_nodes: int, is_pairwise: bool) -> None:
-    candidates = random_candidates(1, is_pairwise=is_pairwise)
-    nodes = grow_chain(candidates, max_nodes)
-    assert len(nodes) == min(max_nodes, POSITIONS)
-    rank = 0
-    for position, (parent, token_id) in enumerate(nodes):
-        rank = max(range(WIDTH), key=lambda child: child_log_probs(candidates, position, rank)[child])
-        assert (parent, token_id) == (position, TOKEN_IDS[position, rank])
+    draft = small_draft(1, is_pairwise=is_pairwise)
+    chain = grow_chain(draft, 9, max_nodes)
+    assert chain.is_chain and chain.token_ids[0] == 9 and paths_of(chain) == best_chain(draft)[:max_nodes]
 
 
 def test_chain_depends_on_the_parent_and_not_only_on_marginals() -> None:
@@ -96,94 +104,108 @@ def test_chain_depends_on_the_parent_and_not_only_on_marginals() -> None:
     pairwise = np.log(np.array([[[0.2, 0.8], [0.5, 0.5]]], dtype=np.float32))
     first = np.log(np.array([0.7, 0.3], dtype=np.float32))
     ids = np.array([[1, 2], [3, 4]])
-    assert grow_chain(Candidates(ids, marginals), 2) == [(0, 1), (1, 3)]
-    assert grow_chain(Candidates(ids, marginals, first=first, pairwise=pairwise), 2) == [(0, 1), (1, 4)]
+    assert grow_chain(Draft(ids, marginals), 9, 2) == DraftTree.chain(9, [1, 3])
+    assert grow_chain(Draft(ids, marginals, first=first, pairwise=pairwise), 9, 2) == DraftTree.chain(9, [1, 4])
 
 
 def test_no_candidates_no_nodes() -> None:
-    empty = Candidates(np.zeros((0, 1), dtype=np.int64), np.zeros((0, 1), dtype=np.float32))
-    assert grow_chain(empty, 8) == grow_tree(empty, 8) == []
+    empty: HostDraft = Draft(np.zeros((0, 1), dtype=np.int64), np.zeros((0, 1), dtype=np.float32))
+    assert grow_chain(empty, 9, 8) == best_nodes(empty, 8) == DraftTree.chain(9, [])
 
 
-def random_costs(seed: int, count: int) -> list[float]:
+def random_costs(seed: int, count: int) -> np.ndarray:
     """Rising, with stairs and plateaus."""
     random = np.random.default_rng(seed)
     rises = random.choice([0.0, 0.01, 0.05, 0.3], size=count) * random.random(count)
-    return (1 + np.concatenate([[0], rises.cumsum()])).tolist()
-
-
-def best_rate(probabilities: list[float], costs: list[float]) -> float:
-    expected = np.concatenate([[1], 1 + np.cumsum(probabilities)])
-    return max(float(e / c) for e, c in zip(expected, costs, strict=False))
+    return 1 + np.concatenate([[0], rises.cumsum()])
 
 
 @pytest.mark.parametrize("is_chain", [False, True])
-@pytest.mark.parametrize("seed", range(8))
-def test_growth_by_cost_finds_the_best_rate_of_all(seed: int, is_chain: bool) -> None:
-    candidates = random_candidates(seed, is_pairwise=True)
-    assert candidates.first is not None and candidates.pairwise is not None
-    given = (np.exp(candidates.first), np.exp(candidates.pairwise), candidates.token_ids)
-    make = likeliest_chain if is_chain else best_first
-    costs = random_costs(seed, 40)
-    growth = grow_by_cost(make(*given), costs)
-    every = [probability for probability, _, _ in make(*given)]
-    assert (1 + growth.promised) / costs[len(growth.nodes)] == pytest.approx(best_rate(every[:40], costs))
-    chosen = (grow_chain if is_chain else grow_tree)(candidates, len(growth.nodes))
-    assert growth.nodes == chosen
-    assert growth.depth == max((len(path) for path in paths_of(chosen)), default=0)
+@pytest.mark.parametrize("is_pairwise", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_growth_by_cost_finds_the_best_rate_of_all(seed: int, is_pairwise: bool, is_chain: bool) -> None:
+    """Written out: all paths best first, and the number of them that brings most tokens per millisecond."""
+    draft, costs, trust = small_draft(seed, is_pairwise=is_pairwise), random_costs(seed, 40), (0.5, 1.0, 1.3)[seed % 3]
+    scores = score_every_path(draft)
+    every = best_chain(draft) if is_chain else sorted(scores, key=lambda path: -scores[path])
+    values = np.cumsum([0.0, *(scores[path] for path in every[:40])])
+    count = int(((1 + trust * values) / costs[: len(values)]).argmax())
+    nodes = grow_nodes(draft, GrowthRules((costs, smallest_rises(costs)), POSITIONS, trust=trust, is_chain=is_chain))
+    assert paths_of(DraftTree.build(9, list(zip(nodes.parents, nodes.token_ids, strict=True)))) == every[:count]
+    assert nodes.depths == [len(path) for path in every[:count]]
+    np.testing.assert_allclose(nodes.paths, [scores[path] for path in every[:count]], rtol=1e-5)
+    assert nodes.promised == pytest.approx(values[count], rel=1e-5)
+    np.testing.assert_allclose(nodes.head, [scores[path] for path in best_chain(draft)[:3]], rtol=1e-5)
+
+
+def test_growth_by_cost_weighs_every_node() -> None:
+    halves: HostDraft = Draft(np.full((63, 1), 7), np.full((63, 1), np.log(0.5), dtype=np.float32))
+
+    def count(step_ms: list[float], trust: float = 1.0) -> int:
+        costs = np.array(step_ms, dtype=np.float64)
+        return len(grow_nodes(halves, GrowthRules((costs, smallest_rises(costs)), 63, trust=trust)).parents)
+
+    slow = [1 + 0.1 * n for n in range(64)]
+    assert count(slow) == 2, "0.5 and 0.25 are worth a tenth of a step, 0.125 no longer"
+    assert count(slow, trust=0.3) == 1
+    assert count([1.0, 3.0, 5.0]) == 0, "nothing is worth twice a plain step"
+    assert count([1.0] * 31) == 30, "for free, everything is"
+    assert count([1 + n // 8 for n in range(64)]) == 7, "stairs end it, too"
+    assert count([1.0, 1.6, 1.6, 1.6]) == 3, "the first node alone does not pay, all three do"
 
 
 def test_growth_by_cost_ends_early_where_nothing_can_win() -> None:
-    taken = 0
+    halves: HostDraft = Draft(np.full((63, 1), 7), np.full((63, 1), np.log(0.5), dtype=np.float32))
+    for step_ms in (1 + 0.1 * np.arange(64), 1 + np.arange(64.0) // 8):  # stairs, too
+        found, paths = np.full((3, 64), -5), np.empty(64)
+        given = (*plain_arrays(halves), NO_WEIGHTS, step_ms, smallest_rises(step_ms), 1.0, 1, 63, False)
+        count, _, _ = load_loops().grow(found, paths, *given)
+        assert 1 <= count <= int((found[0, 1:] >= 0).sum()) < 10
 
-    def stream():
-        nonlocal taken
-        for place in range(100):
-            taken += 1
-            yield 0.5 ** (place + 1), place, 7
 
-    growth = grow_by_cost(stream(), [1 + 0.1 * n for n in range(64)])
-    assert 1 <= len(growth.nodes) < taken < 10
-    assert grow_by_cost(stream(), [1.0, 3.0, 5.0]).nodes == [], "nothing is worth twice a plain step"
-    assert len(grow_by_cost(stream(), [1.0] * 31).nodes) == 30, "for free, everything is"
-    assert len(grow_by_cost(stream(), [1 + 0.1 * n for n in range(64)], trust=0.3).nodes) == 1 < len(growth.nodes)
-    taken = 0
-    assert len(grow_by_cost(stream(), [1 + n // 8 for n in range(64)]).nodes) == 7 < taken < 10, "stairs end it, too"
+def make_proposed(parents: list[int], token_ids: list[int], probabilities: list[float]) -> HostDraft:
+    """As a drafter hands its own tree over, behind the anchor 9."""
+    log_probs = np.log(np.array(probabilities, dtype=np.float32))
+    tree = DraftTree.build(9, list(zip(parents, token_ids, strict=True)))
+    return Draft(
+        np.zeros((tree.max_depth, 1), np.int64), np.zeros((tree.max_depth, 1), np.float32), None, None, tree, log_probs
+    )
 
 
 def test_a_drafters_own_tree_is_pruned_by_value() -> None:
-    log_probs = np.log(np.array([0.6, 0.3, 0.5, 0.9, 0.2], dtype=np.float32))
-    tree = ProposedTree(np.array([0, 0, 1, 2, 3]), np.array([10, 11, 12, 13, 14]), log_probs)
-    growth = grow_by_cost(proposed_nodes(tree), [1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
-    assert growth.nodes == [(0, 10), (0, 11), (1, 12), (2, 13)]  # 0.6, 0.3, 0.3, 0.27; 0.06 does not pay
-    assert growth.promised == pytest.approx(0.6 + 0.3 + 0.3 + 0.27)
-    assert [node for _, *node in proposed_chain(tree)] == [[0, 10], [1, 12], [2, 14]]
+    draft = make_proposed([0, 0, 1, 2, 3], [10, 11, 12, 13, 14], [0.6, 0.3, 0.5, 0.9, 0.2])
+    costs = np.array([1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
+    rules = GrowthRules((costs, smallest_rises(costs)), depth=9)
+    tree, promised, head = grow_tree(draft, 9, rules)
+    assert nodes_of(tree) == [(0, 10), (0, 11), (1, 12), (2, 13)]  # 0.6, 0.3, 0.3, 0.27; 0.06 does not pay
+    assert tree.depths == (0, 1, 1, 2, 2) and promised == pytest.approx(0.6 + 0.3 + 0.3 + 0.27)
+    assert head == pytest.approx([0.6, 0.3, 0.06])
+    assert grow_chain(draft, 9, 99) == DraftTree.chain(9, [10, 12, 14])
+    assert grow_tree(draft, 9, rules._replace(is_chain=True)).tree == DraftTree.chain(9, [10, 12])
+    assert nodes_of(grow_tree(draft, 9, rules._replace(depth=1)).tree) == [(0, 10), (0, 11)]
 
 
 def test_equal_siblings_come_in_the_order_of_their_ranks() -> None:
-    first = np.array([0.25, 0.5, 0.25, 0.25], dtype=np.float32)
-    nodes = list(best_first(first, np.zeros((0, 4, 4), dtype=np.float32), np.array([[10, 11, 12, 13]])))
-    assert nodes == [(0.5, 0, 11), (0.25, 0, 10), (0.25, 0, 12), (0.25, 0, 13)]
+    scores = np.log(np.array([[0.25, 0.5, 0.25, 0.25]], dtype=np.float32))
+    assert nodes_of(best_nodes(Draft(np.array([[10, 11, 12, 13]]), scores), 4)) == [(0, 11), (0, 10), (0, 12), (0, 13)]
 
 
 def test_of_equal_paths_the_older_comes_first() -> None:
-    halves = np.full((2, 2, 2), 0.5, dtype=np.float32)
-    nodes = [node for _, *node in islice(best_first(halves[0, 0], halves, TOKEN_IDS[:3, :2]), 6)]
-    assert nodes == [[0, 100], [0, 101], [1, 103], [2, 103], [1, 104], [2, 104]]
+    ids, halves = np.array([[100, 101], [103, 104], [106, 107]]), np.full((3, 2), np.log(0.5), dtype=np.float32)
+    expected = [(0, 100), (0, 101), (1, 103), (2, 103), (1, 104), (2, 104)]
+    assert nodes_of(best_nodes(Draft(ids, halves), 6)) == expected
 
 
-def test_known_rises_change_nothing() -> None:
-    candidates, costs = random_candidates(4, is_pairwise=True), random_costs(4, 40)
-    assert candidates.first is not None and candidates.pairwise is not None
-    given = (np.exp(candidates.first), np.exp(candidates.pairwise), candidates.token_ids)
-    rises = smallest_rises(np.array(costs)).tolist()
+def test_smallest_rises_are_the_least_that_further_nodes_cost() -> None:
+    costs = random_costs(4, 40)
+    rises = smallest_rises(costs).tolist()
     least = [min((costs[m] - costs[n]) / (m - n) for m in range(n + 1, 41)) for n in range(40)]
     assert rises == pytest.approx(least, abs=1e-9) and all(map(le, rises, least))
-    assert grow_by_cost(best_first(*given), costs, 0.9, rises) == grow_by_cost(best_first(*given), costs, 0.9)
 
 
-def test_a_tree_holds_no_more_than_one_check_takes() -> None:
-    for size in (0, 3, MAX_TREE_NODES, MAX_TREE_NODES + 5):
-        parents, token_ids, depths = list(range(size)), list(range(100, 100 + size)), list(range(1, size + 1))
-        tree = Growth(parents, token_ids, depths, size, 1.0).tree(7)
-        assert tree == DraftTree.chain(7, token_ids[:MAX_TREE_NODES])
+def test_falling_costs_take_every_node_whatever_it_is_worth() -> None:
+    draft = random_draft(3, depth=15, width=4)
+    doubtful = Calibration(np.array([[-9.0, 1.0, 0.0, 0.0, 0.0, 0.0]], dtype=np.float32))
+    for num_nodes in (0, 1, 128):
+        rules = GrowthRules(falling_costs(num_nodes), 15, doubtful, trust=0.01)
+        assert len(grow_nodes(draft, rules).parents) == num_nodes

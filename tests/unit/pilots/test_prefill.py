@@ -8,10 +8,10 @@ import torch
 
 from blockpilot import SamplingParams
 from blockpilot.core.errors import InputError
-from blockpilot.pilots.base import PrefillState
+from blockpilot.pilots.base import Asked, PrefillState, whole_chain
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.files import load_pilot_folder, save_pilot
-from blockpilot.pilots.fixed import FixedPilot
+from blockpilot.pilots.growth import grow_chain
 from blockpilot.pilots.prefill import (
     INPUTS,
     PrefillConfig,
@@ -23,6 +23,7 @@ from blockpilot.pilots.prefill import (
     train_prefill,
 )
 from tests.tiny import VOCAB_SIZE, make_dflash, make_llm
+from tests.unit.pilots.pieces import make_inputs, random_draft, select_one
 
 CONFIG = PrefillConfig(input_size=VOCAB_SIZE, sizes=sizes_around(8), hidden_size=16)
 PAIR = {"target": "tiny", "drafter": "dflash", "training": {}}
@@ -53,8 +54,12 @@ def test_every_input_starts_a_fixed_chain_and_survives_a_file(inputs: str, num_l
     save_pilot(tmp_path / "pilot", pilot, **PAIR)
     again = load_pilot_folder(tmp_path / "pilot")
     started = [pilot.start(make_state(seed)) for seed in range(6)]
-    assert all(isinstance(one, FixedPilot) and one.block_size in CONFIG.sizes for one in started)
+    assert set(started) <= set(CONFIG.sizes)
     assert started == [again.start(make_state(seed)) for seed in range(6)]
+    choices = again.choose([Asked(size, make_inputs()) for size in started])
+    assert choices == [whole_chain(size) for size in started] and set(choices) <= set(again.options(8))
+    draft = random_draft(0, depth=started[0] - 1)
+    assert select_one(again, make_inputs(), draft, started[0], choices[0]).tree == grow_chain(draft, 9, 99)
     assert again.reads_prefill and again.num_candidates == 1
 
 
@@ -86,7 +91,7 @@ def test_predicted_tau_is_weighed_against_costs() -> None:
     sizes = [
         PrefillPilot(network, costs).start(state) for costs in (StepCosts.linear(slope=0), StepCosts.linear(slope=0.3))
     ]
-    assert sizes == [FixedPilot(16), FixedPilot(4)]
+    assert sizes == [16, 4]
 
 
 def test_online_the_text_is_the_plain_text(tmp_path: Path) -> None:

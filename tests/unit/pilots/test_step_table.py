@@ -1,5 +1,7 @@
 """Step costs as pilots look them up, against the costs themselves."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -35,3 +37,13 @@ def test_tables_are_made_once_and_not_kept_without_end() -> None:
     for context_length in range(3 * MAX_TABLES):
         tables.at(1, context_length)
     assert len(tables._tables) <= MAX_TABLES
+
+
+@pytest.mark.parametrize("padding", [(), (1, 64)])
+def test_checks_cost_what_the_engines_buckets_make_of_them(padding: tuple[int, ...]) -> None:
+    tables = StepTables(replace(ONE_CONTEXT, padding=padding), (4,), 20)
+    as_they_are, padded = tables.at(2, 64), tables.at(2, 64, (1, 8, 32))
+    whole = replace(ONE_CONTEXT, padding=(1, 8, 32))
+    np.testing.assert_allclose(as_they_are.step_ms[0], [ONE_CONTEXT.step_ms(4, n + 1, 2, 64) for n in range(21)])
+    np.testing.assert_allclose(padded.step_ms[0], [whole.step_ms(4, n + 1, 2, 64) for n in range(21)])
+    assert padded.step_ms[0, 1] == padded.step_ms[0, 7] < padded.step_ms[0, 8]

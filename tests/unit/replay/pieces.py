@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from blockpilot import LLM, Completion
 from blockpilot.core.candidates import Candidates
+
+from blockpilot import LLM, Completion
 from blockpilot.pilots.base import Nodes, Pilot, PilotInputs, PrefillState
 from blockpilot.pilots.growth import grow_tree
 from blockpilot.replay.collect import collect

@@ -5,12 +5,14 @@ import torch
 
 from blockpilot.core.errors import InputError
 from blockpilot.integrations.vllm.pilot_choice import PilotChoice, model_name
+from blockpilot.pilots.base import Asked, Drafted
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.files import save_pilot
 from blockpilot.pilots.fixed import FixedPilot, PlainPilot
 from blockpilot.pilots.prefill import PrefillConfig, PrefillNetwork, PrefillPilot
 from blockpilot.pilots.step import StepPilot
+from tests.unit.pilots.pieces import make_inputs, sure_draft
 
 
 def make_choice(spec, **options):
@@ -75,6 +77,11 @@ def test_the_servers_own_pilot_may_be_named_even_where_it_is_a_folder(tmp_path):
 def test_probes_draft_one_size_and_check_another():
     pilot = make_choice("ar")("probe:8:3")
     assert (pilot.block_size, pilot.num_kept) == (8, 3)
+    asked = Asked(None, make_inputs())
+    draft = sure_draft(0.5, depth=7, width=1)
+    (choice,) = pilot.choose([asked])
+    assert choice.draft_size == 8
+    assert len(pilot.select([Drafted(*asked, choice, draft, 9)])[0].tree) == 1 + 3
     with pytest.raises(InputError, match="probe:B:N"):
         make_choice("ar")("probe:8")
 

@@ -13,8 +13,7 @@ ASYNC = SimpleNamespace(async_scheduling=True)
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in ("BLOCKPILOT_PILOT", "BLOCKPILOT_UNTESTED"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("BLOCKPILOT_PILOT", raising=False)
 
 
 def make_class():
@@ -106,12 +105,6 @@ def test_engines_that_cannot_be_piloted_are_told_why(options, reason, caplog):
     before = dict(vars(runner))
     plugin.attach_runner(runner, Settings("ar"))
     assert vars(runner) == before and reason in caplog.text
-
-
-def test_untested_paths_need_a_flag():
-    config = make_config(use_v2_model_runner=True, scheduler_config=ASYNC)
-    assert plugin.reason_to_stay_off(config, Settings("ar"))
-    assert plugin.reason_to_stay_off(config, Settings("ar", allow_untested=True)) is None
 
 
 def test_pipeline_stages_without_a_drafter_stay(caplog):

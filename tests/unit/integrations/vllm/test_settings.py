@@ -7,8 +7,7 @@ from tests.unit.integrations.vllm.pieces import make_config
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in ("BLOCKPILOT_PILOT", "BLOCKPILOT_UNTESTED"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("BLOCKPILOT_PILOT", raising=False)
 
 
 def test_without_settings_the_plugin_is_off(monkeypatch):
@@ -20,16 +19,10 @@ def test_without_settings_the_plugin_is_off(monkeypatch):
 def test_the_environment_names_a_pilot(monkeypatch):
     monkeypatch.setenv("BLOCKPILOT_PILOT", "fixed:4")
     assert read_settings(make_config()) == Settings("fixed:4")
-    monkeypatch.setenv("BLOCKPILOT_UNTESTED", "1")
-    assert read_settings(make_config()) == Settings("fixed:4", allow_untested=True)
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ("chain-step", Settings("chain-step")),
-        ({"pilot": "ar", "allow_untested": True}, Settings("ar", allow_untested=True)),
-    ],
+    ("given", "wanted"), [("chain-step", Settings("chain-step")), ({"pilot": "ar"}, Settings("ar"))]
 )
 def test_additional_config_wins_over_the_environment(monkeypatch, given, wanted):
     monkeypatch.setenv("BLOCKPILOT_PILOT", "fixed:4")

@@ -3,7 +3,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from blockpilot.pilots.base import Pilot
+from blockpilot.core.tree import DraftTree
+from blockpilot.pilots.base import Choice, Outcome, Pilot, Selection
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.fixed import FixedPilot, PlainPilot
@@ -22,23 +23,28 @@ class RecordingPilot(Pilot):
     wants_prefill: bool = False
 
     def __post_init__(self):
-        self.inputs, self.candidates, self.prefill = [], [], None
+        self.inputs, self.drafts, self.outcomes, self.prefill = [], [], [], None
 
     @property
     def reads_prefill(self):
         return self.wants_prefill
 
-    def start(self, prefill):
+    def start(self, prefill, neighbours=()):
         self.prefill = prefill
-        return self
+        return "memory"
 
-    def choose(self, inputs):
-        self.inputs.append(inputs)
-        return self.size
+    def choose(self, requests):
+        assert [memory for memory, _ in requests] == ["memory"] * len(requests)
+        self.inputs += [inputs for _, inputs in requests]
+        return [Choice(self.size)] * len(requests)
 
-    def select(self, inputs, candidates):
-        self.candidates.append(candidates)
-        return [(index, int(token)) for index, token in enumerate(candidates.token_ids[: self.num_kept, 0])]
+    def select(self, requests):
+        self.drafts += [one.draft for one in requests]
+        chains = [DraftTree.chain(one.anchor_id, one.draft.token_ids[: self.num_kept, 0].tolist()) for one in requests]
+        return [Selection(chain, 1.5, [0.75]) for chain in chains]
+
+    def learn(self, outcomes):
+        self.outcomes += outcomes
 
 
 def choose(steering, rows, **options):
@@ -70,7 +76,7 @@ def test_requests_still_reading_their_prompt_do_not_take_part():
     rows = [make_row("a", is_waiting=True), make_row("b")]
     assert choose(steering, rows) == 4
     assert steering.select(rows, drafts(2, 4), np.zeros((2, 4), np.float32)) == [[], [4, 5]]
-    assert [inputs.batch_size for inputs in pilot.inputs] == [1] and set(steering.flights) == {"b"}
+    assert [inputs.batch_size for inputs in pilot.inputs] == [1] and set(steering.requests) == {"b"}
 
 
 def test_a_pilot_is_told_what_our_engine_would_tell_it():
@@ -82,11 +88,23 @@ def test_a_pilot_is_told_what_our_engine_would_tell_it():
     row = make_row(num_answer_tokens=4, num_emitted=3)
     choose(steering, [row])
     first, second = pilot.inputs
-    assert (first.num_steps, first.context_length, first.num_remaining, first.last_emitted) == (0, 10, 99, 0)
+    assert (first.num_steps, first.context_length, first.num_remaining) == (0, 10, 99)
     assert (first.max_block_size, first.trained_block_size, first.temperature) == (NUM_DRAFT_TOKENS + 1, 8, 0.5)
-    assert (second.num_steps, second.context_length, second.num_remaining, second.last_emitted) == (1, 13, 96, 3)
-    assert pilot.candidates[0].token_ids.tolist() == [[0], [1], [2], [3]]
-    assert pilot.candidates[0].log_probs.tolist() == [[-0.5]] * 4
+    assert (second.num_steps, second.context_length, second.num_remaining) == (1, 13, 96)
+    assert pilot.drafts[0].token_ids.tolist() == [[0], [1], [2], [3]]
+    assert pilot.drafts[0].log_probs.tolist() == [[-0.5]] * 4
+    assert pilot.outcomes == [Outcome("memory", first, depth=2, promised=1.5, head=[0.75], emitted=3)]
+
+
+def test_a_step_without_a_draft_teaches_nothing():
+    pilot = RecordingPilot()
+    steering = make_steering(pilot)
+    for number in range(3):
+        row = make_row(num_answer_tokens=1 + number)
+        choose(steering, [row], limit=0 if number == 1 else None)
+        if number == 0:
+            steering.select([row], drafts(1, 4), np.zeros((1, 4), np.float32))
+    assert [(outcome.inputs.num_steps, outcome.emitted) for outcome in pilot.outcomes] == [(0, 1)]
 
 
 def test_prefill_is_read_for_pilots_that_look_at_it():
@@ -116,7 +134,7 @@ def test_a_draft_made_larger_for_a_neighbour_is_seen_whole_by_pilots_that_weigh_
     rows = [make_row("a"), make_row("b", override="small")]
     choose(steering, rows)
     steering.select(rows, drafts(2, 7), np.zeros((2, 7), np.float32))
-    assert pilot.candidates[0].num_positions == 7
+    assert pilot.drafts[0].num_positions == 7
 
 
 def test_the_adaptive_pilot_checks_more_of_a_draft_that_is_sure_of_itself():
@@ -139,35 +157,41 @@ def test_finished_requests_are_forgotten():
     steering = make_steering(FixedPilot(4))
     choose(steering, [make_row("a"), make_row("b")])
     steering.choose([make_row("b")], read_prefill=None, known_ids={"b"})
-    assert set(steering.flights) == {"b"}
+    assert set(steering.requests) == {"b"}
 
 
 @dataclass
 class RaisingPilot(RecordingPilot):
     stage: str = ""
 
-    def start(self, prefill):
-        if self.stage == "start":
-            raise RuntimeError("broken in start")
-        return self
+    def fail_in(self, stage):
+        if self.stage == stage:
+            raise RuntimeError(f"broken in {stage}")
 
-    def choose(self, inputs):
-        if self.stage == "choose":
-            raise RuntimeError("broken in choose")
-        return super().choose(inputs)
+    def start(self, prefill, neighbours=()):
+        self.fail_in("start")
+        return super().start(prefill, neighbours)
 
-    def select(self, inputs, candidates):
-        raise RuntimeError("broken in select")
+    def choose(self, requests):
+        self.fail_in("choose")
+        return super().choose(requests)
+
+    def select(self, requests):
+        self.fail_in("select")
+        return super().select(requests)
+
+    def learn(self, outcomes):
+        self.fail_in("learn")
 
 
-@pytest.mark.parametrize("stage", ["start", "choose", "select"])
+@pytest.mark.parametrize("stage", ["start", "choose", "select", "learn"])
 def test_a_request_whose_pilot_fails_goes_on_at_the_configured_size(stage, caplog):
     steering = make_steering(FixedPilot(3), bad=RaisingPilot(stage=stage))
-    for step in range(2):
+    for step in range(3):
         rows = [make_row("a", num_answer_tokens=1 + step), make_row("b", num_answer_tokens=1 + step, override="bad")]
         count = choose(steering, rows)
         good, bad = steering.select(rows, drafts(2, count), np.zeros((2, count), np.float32))
-        assert len(good) == 2 and len(bad) == count
+        assert len(good) == 2 and len(bad) == (2 if stage == "learn" and step == 0 else count)
     assert count == NUM_DRAFT_TOKENS
     assert [f"broken in {stage}" in record.message for record in caplog.records] == [True]
 

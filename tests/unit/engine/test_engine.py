@@ -1,12 +1,27 @@
 """The engine: bad requests, aborts, failing passes. It stays usable after each of them."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.decoding.step import StepRequest
+from blockpilot.engine import engine as engine_module
+from blockpilot.engine import llm as llm_module
+from blockpilot.engine import step_timing
 from blockpilot.engine.llm import LLM
+from blockpilot.engine.profile import measure
+from blockpilot.engine.step_timing import ProfilePlan
+from blockpilot.gpu.device import on_device
+from blockpilot.pilots.base import Choice
 from blockpilot.pilots.registry import load_pilot
 from tests.tiny import CONTEXT_LENGTH, VOCAB_SIZE, RandomTreePilot, make_dflash, make_llm
+from tests.unit.gpu.late_device import make_gpu_llm
 
 PARAMS = SamplingParams(max_new_tokens=10, ignore_eos=True)
 NUM_SLOTS = 4
@@ -16,7 +31,7 @@ def assert_idle(llm: LLM) -> None:
     engine = llm.engine
     assert engine.runner.cache.num_free == NUM_SLOTS
     assert not engine.has_work
-    assert engine._shown == {}
+    assert engine.outbox._shown == {} and not engine.pipeline.steps
     if engine.drafter is not None:
         assert engine.drafter.cache.lengths == [0] * NUM_SLOTS  # type: ignore[attr-defined]
 
@@ -151,8 +166,66 @@ def test_a_failing_prefill_leaves_the_requests_outside_that_pass_alone(monkeypat
 def test_a_pilot_that_answers_nonsense_does_not_take_the_engine_down() -> None:
     llm = make_llm(drafter=make_dflash())
     pilot = RandomTreePilot(0)
-    pilot.select = lambda inputs, candidates: [(5, 1)]  # type: ignore[method-assign]
-    pilot.choose = lambda inputs: 4  # type: ignore[method-assign]
-    with pytest.raises(BlockPilotError, match="parent 5"):
-        llm.generate("abc", PARAMS, pilot=pilot, is_raw=True)
-    assert_idle(llm)
+    pilot.choose = lambda requests: [Choice(4)] * len(requests)  # type: ignore[method-assign]
+    for nodes, complaint in ([(5, 1)], "parent 5"), ([(0, 1)] * 129, "more than the 128 nodes of one check"):
+        pilot._nodes = lambda draft, nodes=nodes: nodes  # type: ignore[misc, method-assign]
+        with pytest.raises(BlockPilotError, match=complaint):
+            llm.generate("abc", PARAMS, pilot=pilot, is_raw=True)
+        assert_idle(llm)
+
+
+def test_a_pilot_that_must_measure_waits_for_slots(model_cache: Path) -> None:
+    """Step costs are measured in slots of their own: requests that hold all of them are answered first."""
+    llm = make_llm(drafter=make_dflash(), num_slots=2)
+    plain = llm.generate(["abc", "hello", "z"], PARAMS, pilot="ar", is_raw=True)
+    streams = [llm.stream(text, PARAMS, pilot="ar", is_raw=True) for text in ("abc", "hello")]
+    shown = [[next(stream)] for stream in streams]
+    adaptive = llm.generate("z", PARAMS, pilot="auto", is_raw=True)  # it is resolved while no slot is free
+    for stream, updates in zip(streams, shown, strict=True):
+        updates += stream
+    assert adaptive.token_ids == plain[2].token_ids
+    assert ["".join(update.new_text for update in updates) for updates in shown] == [one.text for one in plain[:2]]
+    assert llm.engine.runner.cache.num_free == 2 and not llm.engine.has_work
+
+
+def test_kernels_run_on_the_engines_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device is the engine's while it steps, settles, prepares or is measured, and another's before and
+    after: kernels are compiled, recorded and launched on the current one."""
+    depths = [0]  # of guards, one after the other
+
+    @contextmanager
+    def enter(device: torch.device) -> Iterator[None]:
+        assert device == torch.device("cpu")
+        depths.append(depths[-1] + 1)
+        yield
+        depths.append(depths[-1] - 1)
+
+    llm = make_gpu_llm("llama", drafter=make_dflash(), num_slots=2)
+    for module in (engine_module, llm_module, step_timing):
+        monkeypatch.setattr(module, "on_device", enter)
+    executor = llm.engine.device_executor
+    assert executor is not None
+    begin, record = executor.begin, executor._record_step
+
+    def begin_inside(requests: Sequence[StepRequest]) -> object:
+        assert depths[-1]
+        return begin(requests)
+
+    def record_inside(*passes: Any) -> object:
+        assert depths[-1]
+        return record(*passes)
+
+    monkeypatch.setattr(executor, "begin", begin_inside)
+    monkeypatch.setattr(executor, "_record_step", record_inside)
+    llm.prepare(1, pilot="tree:7")
+    llm.generate("abc", PARAMS, pilot="tree:7", is_raw=True)
+    llm.engine.settle()
+    measure(llm, ProfilePlan(draft_sizes=(4,), verify_totals=(1, 4), contexts=(8,), num_rounds=1))
+    assert depths[-1] == 0 and len(depths) > 20
+
+
+def test_another_gpu_than_the_current_one_can_be_named() -> None:
+    guard = on_device(torch.device("cuda:1"))
+    assert isinstance(guard, torch.cuda.device) and guard.idx == 1
+    with on_device(torch.device("cpu")):
+        pass

@@ -270,11 +270,11 @@ def test_timed_checks_have_the_size_they_are_recorded_under(
 ) -> None:
     llm = make_llm(drafter=make_dflash(is_second=True), num_slots=batch_size)
     runner = llm.engine.runner
-    monkeypatch.setattr(runner, "padding", padding)
+    monkeypatch.setattr(runner, "buckets", padding)
     sizes: list[set[int]] = []
     verify = runner.verify
     monkeypatch.setattr(
-        runner, "verify", lambda trees, taps: sizes.append({len(tree) for _, tree in trees}) or verify(trees, taps)
+        runner, "verify", lambda trees, *rest: sizes.append({len(tree) for _, tree in trees}) or verify(trees, *rest)
     )
     totals = tuple(batch_size * tokens for tokens in (1, 2, 8, 33, 64))
     costs = measure(llm, replace(PLAN, batch_sizes=(batch_size,), verify_totals=totals, num_rounds=12))

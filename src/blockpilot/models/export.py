@@ -17,6 +17,7 @@ import torch
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import ensure_folder, write_text
 from blockpilot.models.dflash_format import load_dflash, save_dflash
+from blockpilot.models.eagle3_format import load_eagle3, save_eagle3
 from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.models.weights import save_decoder_folder
 from blockpilot.models.wheel_download import Progress
@@ -32,13 +33,16 @@ def export_target(spec: str, out: Path, progress: Progress | None = None) -> Pat
 
 
 def export_drafter(name: str, out: Path) -> Path:
-    """Write a shipped drafter in the public DFlash format that other engines load: without our reduced head."""
+    """Write a shipped drafter in the public format that other engines load: in bfloat16, without our reduced head."""
     check_destination(out)
-    model = load_dflash(name, torch.bfloat16)
-    model.draft_token_ids = None
 
     def write(folder: Path) -> None:
-        save_dflash(model, folder)
+        if "eagle3" in name:
+            save_eagle3(load_eagle3(name, torch.bfloat16, num_target_layers=0), folder)
+        else:
+            model = load_dflash(name, torch.bfloat16)
+            model.draft_token_ids = None
+            save_dflash(model, folder)
         write_text(folder / MARKER, json.dumps({"source": name}, indent=2) + "\n")
 
     return _write_whole(out, write)

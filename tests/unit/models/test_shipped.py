@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from blockpilot.core.errors import BlockPilotError
 from blockpilot.models import shipped
 from blockpilot.models.dflash_format import HEAD_ROWS, load_dflash
-from blockpilot.models.export import export_drafter
+from blockpilot.models.export import export_drafter, public_drafter
 from blockpilot.models.tensor_files import read_safetensors_folder
 
 
@@ -39,6 +39,15 @@ def test_export_leaves_out_what_only_we_read(tmp_path: Path) -> None:
     theirs = load_dflash(str(export_drafter("smollm2-135m-dflash2", tmp_path / "out")), torch.bfloat16)
     assert ours.draft_token_ids is not None and theirs.draft_token_ids is None
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_other_engines_get_the_exported_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKPILOT_CACHE", str(tmp_path))
+    folder = Path(public_drafter("smollm2-135m-dflash"))
+    assert folder.name == "smollm2-135m-dflash" and not read_safetensors_folder(folder).is_packed
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert public_drafter(str(folder)) == public_drafter("smollm2-135m-dflash") == str(folder)
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written, "it was written again"
 
 
 @pytest.mark.parametrize("name", list(shipped.DRAFTERS))

@@ -17,7 +17,7 @@ from blockpilot.replay.costs import SimulatedStep, total
 from blockpilot.replay.simulate import walk_chain
 from blockpilot.replay.trace_files import TraceSet, require_disjoint, write_manifest
 from blockpilot.replay.traces import DraftColumns, Trace
-from tests.unit.benchmarks.pieces import SIZES, make_trace, write_traces
+from tests.unit.studies.pieces import SIZES, make_trace, write_traces
 
 WINDOW = (14, 15, 16, 17, 18)
 

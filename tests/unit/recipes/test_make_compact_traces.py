@@ -6,7 +6,7 @@ import make_compact_traces
 import pytest
 
 from blockpilot.replay.trace_files import TraceSet, write_manifest
-from tests.unit.benchmarks.pieces import make_trace, write_traces
+from tests.unit.studies.pieces import make_trace, write_traces
 
 
 def test_test_prompts_and_other_licences_are_refused(

@@ -1,6 +1,6 @@
 """Makes the prompt subsets that ship inside the package, from the whole sets.
 
-    python benchmarks/make_prompt_subsets.py --data DIR
+    python recipes/make_prompt_subsets.py --data DIR
 
 `--data` is a folder with the whole sets (`gsm8k_test.jsonl.gz`, ...). Of every set that may be passed on, the first 64
 test prompts (MT-Bench has 56) and 16 calibration prompts in the order of `bench/tasks.py` are kept, with what scoring

@@ -1,7 +1,7 @@
 """The BlockPilot paper's experiments on our own traces: one block size per request, chosen after prefill.
 
-    python benchmarks/pilot_experiments.py --train DIR ... --test DIR ... [--out DIR] [--device cuda] [--part PART]
-    python benchmarks/pilot_experiments.py --draw DIR ... [--out DIR]
+    python studies/pilot_experiments.py --train DIR ... --test DIR ... [--out DIR] [--device cuda] [--part PART]
+    python studies/pilot_experiments.py --draw DIR ... [--out DIR]
 
 Folders are written by `blockpilot collect`; no model is needed. Collect sizes around the trained one (the default sizes
 do), else the window B-2 .. B+2 and the radius are left out and all collected sizes are candidates. Training and test

@@ -1,6 +1,6 @@
 """What the BlockPilot paper's released tables say about choosing a block size per request.
 
-    python benchmarks/released_sweeps.py --data DIR [--out DIR]
+    python studies/released_sweeps.py --data DIR [--out DIR]
 
 DIR holds `gsm8k.json` and `math500.json`: tau of Qwen3-4B with its DFlash drafter at block sizes 4 to 32, 32 samples
 each, one greedy generation per sample and size, and the size that the released predictor chose. Prints tables; `--out`

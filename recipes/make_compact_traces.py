@@ -1,6 +1,6 @@
 """Full traces in, traces to ship out: one compressed shard of at most 3 MB, a manifest and a notice.
 
-    python benchmarks/make_compact_traces.py --traces DIR ... --out src/blockpilot/assets/smollm2-135m-traces
+    python recipes/make_compact_traces.py --traces DIR ... --out src/blockpilot/assets/smollm2-135m-traces
 
 `blockpilot train-pilot --kind prefill` builds the BlockPilot paper's pilot from it. Folders are written by `blockpilot
 collect`, all alike. Prompt sets whose licence is not known to allow shipping (`LICENCES`) are refused, and so are the
@@ -55,7 +55,7 @@ def write_notice(traces: TraceSet) -> None:
         "",
         "What every block size would have emitted in answers that the target wrote, and what it knew after prefill. "
         "`blockpilot train-pilot --kind prefill` builds the BlockPilot paper's pilot from it. Made by "
-        "`benchmarks/make_compact_traces.py`. No prompt texts are inside; the prompts were of these sets:",
+        "`recipes/make_compact_traces.py`. No prompt texts are inside; the prompts were of these sets:",
         "",
         "| set | requests | licence and source |",
         "|---|---|---|",

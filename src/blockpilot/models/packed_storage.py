@@ -19,7 +19,20 @@ from blockpilot.models.block_codes import BLOCK, BlockCodes
 
 STORAGE = "blockpilot_storage"
 INT8_BLOCKS = "int8-blocks-32"
+METADATA = {STORAGE: INT8_BLOCKS}  # this key alone: several are written in any order, and files would differ
 CODES, SCALES = ".codes", ".scales"
+
+
+def stored_names(names: list[str], metadata: dict[str, str], where: str) -> dict[str, list[str]]:
+    """What each tensor of a file is made of: itself, or codes and scales."""
+    storage = metadata.get(STORAGE)
+    if storage is None:
+        return {name: [name] for name in names}
+    if storage != INT8_BLOCKS:
+        raise InputError(f"{where}: {STORAGE} {storage!r} is not known (only {INT8_BLOCKS!r})")
+    plain = {name: [name] for name in names if not name.endswith((CODES, SCALES))}
+    packed = [name.removesuffix(CODES) for name in names if name.endswith(CODES)]
+    return plain | {name: [name + CODES, name + SCALES] for name in packed}
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -35,7 +48,7 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return packed
 
 
-def unpack_tensor(codes: Tensor, scales: Tensor, where: str) -> Tensor:
+def unpack_tensor(codes: Tensor, scales: Tensor, *, where: str) -> Tensor:
     """The float32 weights [rows, K] that codes and scales stand for."""
     is_matrix = codes.dtype == torch.int8 and scales.dim() == 2
     if not is_matrix or codes.shape != (len(scales), scales.shape[1] * BLOCK):

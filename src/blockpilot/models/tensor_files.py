@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import atomic_path, ensure_folder, write_text
-from blockpilot.models.packed_storage import CODES, INT8_BLOCKS, SCALES, STORAGE, pack_tensors, unpack_tensor
+from blockpilot.models.packed_storage import METADATA, pack_tensors, stored_names, unpack_tensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -25,28 +25,20 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     """Name -> tensor over all weight files of a folder; tensors are read when they are asked for."""
 
     def __init__(self, files: list[Path]) -> None:
-        self._sources: dict[str, Any] = {}
-        self.is_packed = False  # some matrices are stored as 8-bit codes
+        self._sources: dict[str, tuple[Path, Any, list[str]]] = {}  # name -> file, its handle, stored tensors
         for path in files:
             handle = _open_file(path)
-            names = list(handle.keys())
-            if (storage := (handle.metadata() or {}).get(STORAGE)) is not None:
-                if storage != INT8_BLOCKS:
-                    raise InputError(f"{path}: {STORAGE} {storage!r} is not known (only {INT8_BLOCKS!r})")
-                names = [name.removesuffix(CODES) for name in names if not name.endswith(SCALES)]
-                self.is_packed = True
-            self._sources |= dict.fromkeys(names, (path, handle))
+            stored = stored_names(list(handle.keys()), handle.metadata() or {}, str(path))
+            self._sources |= {name: (path, handle, parts) for name, parts in stored.items()}
+        self.is_packed = any(len(parts) > 1 for _, _, parts in self._sources.values())
 
     def __getitem__(self, name: str) -> Tensor:
-        path, handle = self._sources[name]
+        path, handle, stored = self._sources[name]
         try:
-            if not self.is_packed or name in handle.keys():  # noqa: SIM118  # the handle is no mapping
-                tensor: Tensor = handle.get_tensor(name)
-                return tensor
-            codes, scales = handle.get_tensor(name + CODES), handle.get_tensor(name + SCALES)
+            parts: list[Tensor] = [handle.get_tensor(part) for part in stored]
         except Exception as error:  # the library raises its own type and OSError
             raise InputError(f"{path}: tensor {name} cannot be read ({error}); fetch the file again") from error
-        return unpack_tensor(codes, scales, f"{path}: {name}")
+        return parts[0] if len(parts) == 1 else unpack_tensor(*parts, where=f"{path}: {name}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
@@ -93,7 +85,7 @@ def write_safetensors_folder(
     `is_packed` rounds matrices to 8-bit codes.
     """
     ensure_folder(folder)
-    metadata = {STORAGE: INT8_BLOCKS} if is_packed else {"format": "pt"}  # one key: several have no fixed order
+    metadata = METADATA if is_packed else {"format": "pt"}
     tensors = pack_tensors(tensors) if is_packed else tensors
     shards = _plan_shards(tensors, max_shard_bytes)
     count = len(shards)

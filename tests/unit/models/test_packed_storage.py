@@ -9,6 +9,7 @@ from torch import nn
 
 from blockpilot.core.errors import InputError
 from blockpilot.models.block_codes import BlockCodes
+from blockpilot.models.dflash_format import load_dflash
 from blockpilot.models.eagle3_format import load_eagle3, save_eagle3
 from blockpilot.models.packed_storage import CODES, INT8_BLOCKS, SCALES, STORAGE, pack_tensors
 from blockpilot.models.packing import quantize_linears
@@ -63,6 +64,16 @@ def test_what_ships_is_what_a_cpu_multiplies_by(name: str) -> None:
     assert isinstance(linear.block_codes, BlockCodes)
     assert torch.equal(torch.from_numpy(linear.block_codes.codes), stored["fc.weight.codes"])
     assert torch.equal(torch.from_numpy(linear.block_codes.scales), stored["fc.weight.scales"].float())
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-dflash2", "smollm2-135m-dflash"])
+def test_rounding_a_loaded_drafter_changes_nothing(name: str) -> None:
+    """Its fused layers too: rows keep their blocks."""
+    model = load_dflash(name, torch.float32)
+    before = [parameter.clone() for parameter in model.parameters()]
+    quantize_linears(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    assert all(hasattr(layer, "block_codes") for layer in model.modules() if isinstance(layer, nn.Linear))
 
 
 def test_an_eagle3_head_brings_its_codes_along(tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-
-from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
 from blockpilot.engine.planned_runner import PlannedRunner
 from blockpilot.engine.runner import TargetRunner
+
+from blockpilot.core.tree import DraftTree
 from blockpilot.models.config import DecoderConfig, MoeConfig, RopeConfig
 from blockpilot.models.decoder import Decoder, MoE
 from blockpilot.models.dflash import DFlash, DFlashConfig

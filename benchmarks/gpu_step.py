@@ -24,6 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from blockpilot.decoding.planned_dflash import MAX_ROWS, PlannedDFlashDrafter
+from blockpilot.engine.joint_step import build_joint
+from blockpilot.engine.plain_step import build_plain
+from blockpilot.engine.planned_runner import PlannedRunner
 from gpu_shapes import (
     DEVICE,
     DRAFT_LAYERS,
@@ -41,10 +45,6 @@ from blockpilot.core.errors import InputError
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest
-from blockpilot.decoding.planned_dflash import MAX_ROWS, PlannedDFlashDrafter
-from blockpilot.engine.joint_step import build_joint
-from blockpilot.engine.plain_step import build_plain
-from blockpilot.engine.planned_runner import PlannedRunner
 from blockpilot.engine.sequence import Sequence
 from blockpilot.engine.speculative_step import begin, follow, land
 from blockpilot.models.config import DecoderConfig

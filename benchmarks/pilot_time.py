@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from blockpilot.core.candidates import Candidates
+
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.verification import accept
 from blockpilot.pilots.base import Pilot, PilotInputs

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from blockpilot.bench.tasks import read_task
-from blockpilot.models.shipped import shipped_folder
+from blockpilot.models.export import public_drafter
 
 NUM_DRAFT_TOKENS = 15
 NONE = "no speculation"
@@ -57,7 +57,7 @@ def make_engine(arguments: argparse.Namespace, *, is_speculative: bool) -> Any:
 
     options: dict[str, Any] = {}
     if is_speculative:
-        drafter = str(shipped_folder(arguments.drafter) or arguments.drafter)
+        drafter = public_drafter(arguments.drafter)
         options["speculative_config"] = {
             "method": "dflash", "model": drafter, "num_speculative_tokens": NUM_DRAFT_TOKENS
         }  # fmt: skip

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from blockpilot.integrations.vllm import costs
-from blockpilot.models.export import export_target
-from blockpilot.models.shipped import shipped_folder
+from blockpilot.models.export import export_drafter, export_target
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]
@@ -35,10 +34,8 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def drafter_folder() -> Path:
-    folder = shipped_folder(DRAFTER)
-    assert folder is not None, f"{DRAFTER} ships with the package"
-    return folder
+def drafter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_drafter(DRAFTER, tmp_path_factory.mktemp("models") / DRAFTER)
 
 
 @pytest.fixture(scope="session")

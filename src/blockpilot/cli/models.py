@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fetch = _add_action(actions, "fetch", "download a model unless it is here already")
     verify = _add_action(actions, "verify", "compute a model's checksum again and compare")
     export = _add_action(
-        actions, "export", "write a target as a Hugging Face folder, or a shipped drafter in the public DFlash format"
+        actions, "export", "write a target as a Hugging Face folder, or a shipped drafter in its public format"
     )
     for action in (fetch, verify):
         action.add_argument("name", metavar="NAME", help="a name that `blockpilot models list` shows")

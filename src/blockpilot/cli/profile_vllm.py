@@ -48,7 +48,7 @@ def measure_vllm(
 
 def engine_options(arguments: argparse.Namespace, batch_size: int, context: int) -> dict[str, Any]:
     """Arguments of vLLM's engine; those of the user come last."""
-    from blockpilot.models.shipped import shipped_folder
+    from blockpilot.models.export import public_drafter
 
     try:
         given = json.loads(arguments.engine_args)
@@ -58,7 +58,7 @@ def engine_options(arguments: argparse.Namespace, batch_size: int, context: int)
         raise InputError("--engine-args must be a JSON object, such as '{\"tensor_parallel_size\": 2}'")
     if arguments.drafter in ("auto", "none", "ngram"):
         raise InputError("--engine vllm measures a DFlash drafter: name its folder with --drafter")
-    drafter = str(shipped_folder(arguments.drafter) or arguments.drafter)
+    drafter = public_drafter(arguments.drafter)
     options = {
         "model": arguments.target,
         "dtype": arguments.dtype,

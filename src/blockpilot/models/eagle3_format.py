@@ -26,6 +26,7 @@ from blockpilot.models.config import (
 )
 from blockpilot.models.eagle3 import NUM_TAPS, Eagle3, Eagle3Config
 from blockpilot.models.loading import resolve_folder
+from blockpilot.models.packing import quantize_linears
 from blockpilot.models.tensor_files import read_safetensors_folder, write_safetensors_folder
 from blockpilot.models.weights import (
     NameTable,
@@ -57,6 +58,8 @@ def load_eagle3(spec: str, dtype: torch.dtype, *, num_target_layers: int) -> Eag
     table = eagle3_names(config, layer_name)
     assemble(model, table=table, tensors=tensors, where=str(folder), dtype=dtype, ignored=VOCABULARY_TENSORS)
     restore_rotary(model, config.layers)
+    if tensors.is_packed and dtype == torch.float32:
+        quantize_linears(model)  # the stored codes again, for whoever packs the weights
     model.draft_token_ids = _read_vocabulary(tensors, config, str(folder))
     return model.eval()
 

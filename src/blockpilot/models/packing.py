@@ -18,7 +18,7 @@ from blockpilot.core.errors import InputError
 from blockpilot.models.block_codes import BLOCK, BlockCodes, BlockLinear, BlockNorm, compile_kernels
 from blockpilot.models.decoder import RMSNorm
 
-REVISION = 11  # of how steps run and are timed: raise it when that changes, and step costs are measured anew
+REVISION = 12  # of how steps run and are timed: raise it when that changes, and step costs are measured anew
 BACKENDS = ("auto", "blocks", "mkldnn", "plain")
 
 
@@ -77,6 +77,8 @@ def pack_linears(model: nn.Module, backend: str) -> None:
 
 def quantize_linears(model: nn.Module) -> None:
     """Round every linear layer that fits to 8-bit codes: for drafters, whose output is checked anyway.
+
+    Weights that were stored as codes (`models/packed_storage.py`) get exactly those codes back.
 
     The float weight becomes what the codes stand for, so that few tokens and many are multiplied by the same numbers:
     what is drafted must not depend on the batch.

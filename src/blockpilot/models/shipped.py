@@ -20,18 +20,18 @@ class Shipped:
 DRAFTERS = {  # the first of a target is its default
     "smollm2-135m-dflash2": Shipped(
         target="smollm2-135m",
-        num_bytes=26_740_792,
-        sha256="9fc9e04c675bc2ca10d503cf81a359bf0e0522a5b2e2bce57ed07238456a72b0",
+        num_bytes=14_291_096,
+        sha256="1211e8aba3a989ab2dec4c90ea6b9b4095092f59c8b1d9ba6aa64bd9c6f54e40",
     ),
     "smollm2-135m-eagle3": Shipped(
         target="smollm2-135m",
-        num_bytes=13_653_928,
-        sha256="e0cd7b213e9f7796c574c99ff1356092d96a2f2f86ddbc4dd0efa49d686bfdc4",
+        num_bytes=7_295_840,
+        sha256="aae487f378cc5a5221f922d2aa196e5a20f30392c888788d6f741d4b389519f8",
     ),
     "smollm2-135m-dflash": Shipped(
         target="smollm2-135m",
-        num_bytes=7_087_816,
-        sha256="3f3ebf51a5ac151df77a265cd41564407af9eab4803339bb81023e02c0d0584c",
+        num_bytes=3_771_656,
+        sha256="56774d81e67c4e31854bb7af68794751bb5fa50608e72360c76d7902eae13b42",
     ),
 }
 

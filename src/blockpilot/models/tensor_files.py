@@ -2,6 +2,7 @@
 
 Reading is lazy: opening a folder reads only the headers, and a tensor leaves the disk when it is asked for, so a model
 never lies in memory twice. Writing splits large models over several files with the index that the ecosystem expects.
+Matrices stored as 8-bit codes (`models/packed_storage.py`) are read as the float32 weights that they stand for.
 """
 
 import json
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import atomic_path, ensure_folder, write_text
+from blockpilot.models.packed_storage import METADATA, pack_tensors, stored_names, unpack_tensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -23,18 +25,20 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     """Name -> tensor over all weight files of a folder; tensors are read when they are asked for."""
 
     def __init__(self, files: list[Path]) -> None:
-        self._sources: dict[str, Any] = {}
+        self._sources: dict[str, tuple[Path, Any, list[str]]] = {}  # name -> file, its handle, stored tensors
         for path in files:
             handle = _open_file(path)
-            self._sources |= dict.fromkeys(handle.keys(), (path, handle))
+            stored = stored_names(list(handle.keys()), handle.metadata() or {}, str(path))
+            self._sources |= {name: (path, handle, parts) for name, parts in stored.items()}
+        self.is_packed = any(len(parts) > 1 for _, _, parts in self._sources.values())
 
     def __getitem__(self, name: str) -> Tensor:
-        path, handle = self._sources[name]
+        path, handle, stored = self._sources[name]
         try:
-            tensor: Tensor = handle.get_tensor(name)
+            parts: list[Tensor] = [handle.get_tensor(part) for part in stored]
         except Exception as error:  # the library raises its own type and OSError
             raise InputError(f"{path}: tensor {name} cannot be read ({error}); fetch the file again") from error
-        return tensor
+        return parts[0] if len(parts) == 1 else unpack_tensor(*parts, where=f"{path}: {name}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
@@ -74,17 +78,22 @@ def _open_file(path: Path) -> Any:
 
 
 def write_safetensors_folder(
-    folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int = MAX_SHARD_BYTES
+    folder: Path, tensors: Mapping[str, Tensor], *, is_packed: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write all tensors, in one file where they fit and else in shards with an index; older weight files go."""
+    """Write all tensors, in one file where they fit and else in shards with an index; older weight files go.
+
+    `is_packed` rounds matrices to 8-bit codes.
+    """
     ensure_folder(folder)
+    metadata = METADATA if is_packed else {"format": "pt"}
+    tensors = pack_tensors(tensors) if is_packed else tensors
     shards = _plan_shards(tensors, max_shard_bytes)
     count = len(shards)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     if count == 1:
         names = [SINGLE_FILE]
     for name, members in zip(names, shards, strict=True):
-        _write_file(folder / name, {member: tensors[member] for member in members})
+        _write_file(folder / name, {member: tensors[member] for member in members}, metadata)
     if count > 1:
         _write_index(folder, dict(zip(names, shards, strict=True)), tensors)
     _remove_older(folder, keep={*names, INDEX_FILE} if count > 1 else set(names))
@@ -102,12 +111,12 @@ def _plan_shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[li
     return shards
 
 
-def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+def _write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     from safetensors.torch import save_file
 
     with atomic_path(path) as temporary:
         plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        save_file(plain, str(temporary), metadata={"format": "pt"})
+        save_file(plain, str(temporary), metadata=metadata)
 
 
 def _write_index(folder: Path, shards: dict[str, list[str]], tensors: Mapping[str, Tensor]) -> None:

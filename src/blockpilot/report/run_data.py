@@ -1,6 +1,8 @@
 """The files of one benchmark run, read and checked. A report knows nothing else: no engine, no model, no tokenizer."""
 
+import gzip
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,12 +126,17 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_lines(path: Path, *, is_needed: bool) -> list[dict[str, Any]]:
+    """Lines of JSON, from the file or its gzipped form (`rows.jsonl.gz`)."""
+    if not path.is_file() and (packed := path.with_name(path.name + ".gz")).is_file():
+        path = packed
     if not path.is_file() and not is_needed:
         return []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}; the run may not be finished") from error
+        data = path.read_bytes()
+        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").splitlines()
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path} cannot be read: {reason}; the run may not be finished") from error
     found = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -1,4 +1,4 @@
-"""Benchmarks are scripts: what they share lies beside them, not in the package."""
+"""Programs of this room are scripts: what they share lies beside them, not in the package."""
 
 import sys
 from pathlib import Path

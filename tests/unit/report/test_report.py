@@ -1,5 +1,6 @@
 """Reports of a small run: facts in the files, not pixels."""
 
+import gzip
 import importlib.util
 import json
 import re
@@ -190,6 +191,19 @@ def test_counts_behind_the_figures(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path))
     assert count_best(run, "tau") == {16: 4} and count_best(run, "tokens_per_second") == {4: 4}
     assert acceptance(run.of_method("dflash:4")) == [0.5, 26 / 80, 0.25]
+
+
+def test_rows_may_be_gzipped(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    plain = read_run(folder)
+    for name in ("rows.jsonl", "differences.jsonl"):
+        (folder / f"{name}.gz").write_bytes(gzip.compress((folder / name).read_bytes()))
+        (folder / name).unlink()
+    assert read_run(folder) == plain
+    for damaged in ((folder / "rows.jsonl.gz").read_bytes()[:-9], b"no gzip"):
+        (folder / "rows.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(InputError, match=r"rows\.jsonl\.gz cannot be read: .*; the run may not be finished"):
+            read_run(folder)
 
 
 @pytest.mark.parametrize(

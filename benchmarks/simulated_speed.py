@@ -38,7 +38,7 @@ from blockpilot import EngineConfig
 from blockpilot.bench import manifest as manifests
 from blockpilot.bench.answers import Answer
 from blockpilot.bench.asking import Asker, encode_turn
-from blockpilot.bench.config import SPLITS, BenchConfig
+from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.engines import Engines
 from blockpilot.bench.measuring import LocalMeasurer, Progress
 from blockpilot.bench.methods import NO_DRAFTER, Method, choose_drafters, parse_methods
@@ -59,6 +59,7 @@ from blockpilot.pilots.step import StepPilot
 from blockpilot.replay.collect import Clock, Collector
 from blockpilot.replay.config import CollectConfig, ReplayRequest
 from blockpilot.replay.simulate import simulate
+from blockpilot.text.prompts import SPLITS
 
 METHODS = "ar,dflash:4,dflash:8,dflash:16,tree:15,tree:63,chain-step,auto"
 

@@ -6,7 +6,7 @@ answered by every method, and is measured anew as a whole, so that all its times
 
 import json
 import os
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -63,9 +63,7 @@ class AnswersFile:
 
     def drop_incomplete(self, num_answers: dict[RoundKey, int]) -> None:
         """Forget rounds that have fewer answers than they should; they are measured anew."""
-        found: dict[RoundKey, int] = defaultdict(int)
-        for answer in self.answers:
-            found[answer.round_key] += 1
+        found = Counter(answer.round_key for answer in self.answers)
         kept = [answer for answer in self.answers if found[answer.round_key] == num_answers.get(answer.round_key)]
         text = "".join(_line(answer) for answer in kept)
         if not self.path.is_file() or self.path.read_bytes() != text.encode():

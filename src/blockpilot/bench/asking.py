@@ -1,20 +1,25 @@
 """Prompts in, answers out: the turns of a conversation, through `LLM.generate` and nothing else."""
 
 import random
+import resource
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from blockpilot.bench.answers import Answer, RoundKey
 from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.engines import Engines
-from blockpilot.bench.memory import PeakMemory
 from blockpilot.bench.methods import Method
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.text.prompts import Prompt
 from blockpilot.text.tokenizer import Tokenizer
 
-WARM_UP_TOKENS = 12
+_WARM_UP_TOKENS = 12
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ def encode_turn(tokenizer: Tokenizer, prompt: Prompt, replies: Sequence[str]) ->
 class Asker:
     def __init__(self, engines: Engines, config: BenchConfig) -> None:
         self.engines, self.config = engines, config
-        self.memory = PeakMemory(engines.plain.device_type)
+        self.memory = _PeakMemory(engines.plain.device_type)
 
     def warm_up(
         self, method: Method, prompts: Sequence[Prompt], report: Callable[[int], None] = lambda num_requests: None
@@ -65,7 +70,7 @@ class Asker:
         """Kernels are compiled, shapes prepared and step costs measured at first use; see `LLM.prepare`."""
         llm = self.engines.of(method)
         llm.prepare(len(prompts), report, pilot=method.pilot)
-        params = SamplingParams(max_new_tokens=WARM_UP_TOKENS, temperature=self.config.temperature)
+        params = SamplingParams(max_new_tokens=_WARM_UP_TOKENS, temperature=self.config.temperature)
         llm.generate([encode_turn(llm.tokenizer, prompt, []) for prompt in prompts], params, pilot=method.pilot)
 
     def ask(self, work: Round, method: Method) -> list[Answer]:
@@ -89,6 +94,7 @@ class Asker:
 
 def _record(work: Round, row: int, *, turn: int, method: str, completion: Completion, peak: int) -> Answer:
     steps = completion.steps
+    told = ("token_ids", "text", "num_prompt_tokens", "finish_reason", "prefill_seconds", "decode_seconds")
     return Answer(
         task=work.task,
         prompt_id=work.prompts[row].id,
@@ -96,17 +102,42 @@ def _record(work: Round, row: int, *, turn: int, method: str, completion: Comple
         turn=turn,
         repeat=work.repeat,
         method=method,
-        token_ids=completion.token_ids,
-        text=completion.text,
-        num_prompt_tokens=completion.num_prompt_tokens,
-        finish_reason=completion.finish_reason,
+        **{name: getattr(completion, name) for name in told},
         block_sizes=[step.block_size for step in steps],
         verify_sizes=[step.verify_size for step in steps],
         emitted=[step.emitted for step in steps],
-        prefill_seconds=completion.prefill_seconds,
-        decode_seconds=completion.decode_seconds,
         draft_seconds=sum(step.draft_seconds for step in steps),
         verify_seconds=sum(step.verify_seconds for step in steps),
         pilot_seconds=completion.pilot_seconds,
         peak_memory_bytes=peak,
     )
+
+
+class _PeakMemory:
+    """Of the device on a GPU, of this process on a CPU.
+
+    On Linux the process's high-water mark is set back at every start; elsewhere it is that of the whole run.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.is_cuda = device_type == "cuda"
+
+    def start(self) -> None:
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            return
+        try:
+            _CLEAR.write_text("5", encoding="ascii")
+        except OSError:
+            return  # no such file here, or not allowed: the mark only rises
+
+    def read(self) -> int:
+        """Bytes."""
+        if self.is_cuda:
+            return int(torch.cuda.max_memory_allocated())
+        try:
+            lines = _STATUS.read_text(encoding="utf-8").splitlines()
+            return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+        except (OSError, StopIteration):
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return peak if sys.platform == "darwin" else 1024 * peak

@@ -12,7 +12,7 @@ import torch
 
 from blockpilot.bench.answers import Answer, AnswersFile
 from blockpilot.bench.asking import Asker, Round
-from blockpilot.bench.estimate import format_duration
+from blockpilot.bench.config import format_duration
 from blockpilot.bench.methods import Method
 
 Report = Callable[[str, int, int], None]  # (what, done, total)

@@ -6,14 +6,13 @@ from itertools import zip_longest
 
 from blockpilot.bench.asking import Round, encode_turn
 from blockpilot.bench.config import BenchConfig
-from blockpilot.bench.methods import BEST_FIXED
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.errors import InputError
 from blockpilot.text.prompts import Prompt
 from blockpilot.text.tokenizer import Tokenizer
 
-MIN_CONTEXT = 1024  # step costs are remembered for a context of 256, which needs room
-MIN_BUDGET = 512
+_MIN_CONTEXT = 1024  # step costs are remembered for a context of 256, which needs room
+_MIN_BUDGET = 512
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,12 @@ class Fit:
 
     def token_budget(self, concurrency: int) -> int:
         """Enough to prefill a batch in one pass: then all its requests start decoding in the same step."""
-        return max(MIN_BUDGET, concurrency * self.longest)
+        return max(_MIN_BUDGET, concurrency * self.longest)
 
 
 def fit_prompts(tasks: Sequence[TaskPrompts], tokenizer: Tokenizer, config: BenchConfig, limit: int) -> Fit:
     """The first prompts of every task that leave room for their answers in a context of `limit` tokens."""
     chosen, left_out, longest = [], {}, 0
-    num_calibration = max(config.calibration_prompts, config.concurrency) if BEST_FIXED in config.methods else 0
     for task in tasks:
         taken = _Taken(tokenizer, config.max_new_tokens, limit)
         prompts = taken.take(task.prompts, config.num_prompts or len(task.prompts))
@@ -41,10 +39,10 @@ def fit_prompts(tasks: Sequence[TaskPrompts], tokenizer: Tokenizer, config: Benc
             raise InputError(f"task {task.name}: no prompt fits a context of {limit} tokens with its answer")
         if taken.num_long:
             left_out[task.name] = taken.num_long
-        calibration = taken.take(task.calibration, num_calibration)
+        calibration = taken.take(task.calibration, config.num_calibration)
         longest = max(longest, taken.longest)
         chosen.append(replace(task, prompts=prompts, calibration=calibration))
-    return Fit(tuple(chosen), left_out, min(limit, max(MIN_CONTEXT, longest)), longest)
+    return Fit(tuple(chosen), left_out, min(limit, max(_MIN_CONTEXT, longest)), longest)
 
 
 class _Taken:

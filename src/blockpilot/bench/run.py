@@ -15,9 +15,9 @@ from typing import Any
 from blockpilot.bench import manifest as manifests
 from blockpilot.bench.answers import Answer, select
 from blockpilot.bench.audit import Place, group_differences
-from blockpilot.bench.config import BEST_FIXED_SIZES
+from blockpilot.bench.config import BEST_FIXED, BEST_FIXED_SIZES
 from blockpilot.bench.measuring import Progress, Report
-from blockpilot.bench.methods import ADAPTIVE, BEST_FIXED, Method, fixed_method
+from blockpilot.bench.methods import ADAPTIVE, Method, fixed_method
 from blockpilot.bench.plan import plan_calibration, plan_rounds
 from blockpilot.bench.rows import Row, RowFacts, build_rows
 from blockpilot.bench.scoring import Scorer

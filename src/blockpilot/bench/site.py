@@ -19,10 +19,13 @@ from blockpilot.bench.manifest import describe_run
 from blockpilot.bench.measuring import LocalMeasurer, Measurer, Progress
 from blockpilot.bench.methods import Method
 from blockpilot.bench.plan import Fit, fit_prompts
-from blockpilot.bench.samples import pick_samples
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.config import EngineConfig
 from blockpilot.models.loading import LoadedTarget, load_target
+from blockpilot.text.detokenizer import IncrementalDetokenizer
+from blockpilot.text.tokenizer import Tokenizer
+
+_MAX_PROMPT_CHARACTERS = 2000  # of a sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,28 @@ class LocalSite:
         return find_differences(answers, places, self.engines.plain, self.config)
 
     def pick_samples(self, answers: Sequence[Answer], tasks: Sequence[TaskPrompts]) -> list[dict[str, Any]]:
-        return pick_samples(answers, tasks, self.tokenizer)
+        """The first prompt's first answer of every task, token by token, so that a report needs no tokenizer.
+
+        With it come the steps of every method that wrote the same tokens.
+        """
+        samples = []
+        for task in tasks:
+            prompt = task.prompts[0]
+            found = [a for a in answers if (a.task, a.prompt_id, a.turn, a.repeat) == (task.name, prompt.id, 0, 0)]
+            plain = next((answer for answer in found if answer.method == "ar"), None)
+            if plain is None:
+                continue
+            same = [answer for answer in found if answer.token_ids == plain.token_ids]
+            samples.append(
+                {
+                    "task": task.name,
+                    "prompt_id": prompt.id,
+                    "prompt": prompt.text[:_MAX_PROMPT_CHARACTERS],
+                    "pieces": _split_text(plain.token_ids, self.tokenizer),
+                    "steps": {answer.method: _describe_steps(answer) for answer in same},
+                }
+            )
+        return samples
 
     def step_costs(self) -> dict[str, Any]:
         """What the pilots of the DFlash drafter weigh."""
@@ -93,3 +117,16 @@ def _engine_config(setup: BenchSetup, fit: Fit) -> EngineConfig:
         context_length=fit.context_length,
         linear_backend=setup.linear_backend,
     )
+
+
+def _split_text(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
+    """What every token adds to the text; a character spread over several tokens comes with the last of them."""
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.push(token_id) for token_id in token_ids]
+    if pieces:
+        pieces[-1] += detokenizer.flush()
+    return pieces
+
+
+def _describe_steps(answer: Answer) -> dict[str, list[int]]:
+    return {"block_sizes": answer.block_sizes, "verify_sizes": answer.verify_sizes, "emitted": answer.emitted}

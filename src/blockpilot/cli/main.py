@@ -32,7 +32,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells expect
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
-class Parser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
@@ -63,9 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """The parser for this command line: verbs that do not stand on it are only named, not imported."""
     summary = "Lossless speculative decoding: a drafter proposes blocks, the target checks them."
-    parser = Parser(prog="blockpilot", description=summary, allow_abbrev=False)
+    parser = _Parser(prog="blockpilot", description=summary, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"blockpilot {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    debug_help = "show the traceback of an error"
+    parser.add_argument("--debug", action="store_true", help=debug_help)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs")
     for name, (module, purpose) in VERBS.items():
         verb = verbs.add_parser(
@@ -73,15 +74,9 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
         )
         if name in words:
             importlib.import_module(module).add_arguments(verb)
-            add_debug(verb)
+            # it may stand before or after the verb; SUPPRESS keeps the second parser from undoing the first
+            verb.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug_help)
     return parser
-
-
-def add_debug(parser: argparse.ArgumentParser) -> None:
-    """`--debug` may stand before or after the verb; SUPPRESS keeps the second parser from undoing the first."""
-    parser.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
-    )
 
 
 def _report(error: BaseException) -> int:

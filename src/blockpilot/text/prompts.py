@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from blockpilot.core.errors import InputError
 
+SPLITS = ("test", "calibration", "all")
 _KEYS = ("prompt", "text", "question", "instruction")
 
 
@@ -35,6 +36,9 @@ class Prompt:
     @property
     def is_calibration(self) -> bool:
         return int(self.digest, 16) % 4 == 0
+
+    def is_in(self, split: str) -> bool:
+        return split == "all" or self.is_calibration == (split == "calibration")
 
     @property
     def digest(self) -> str:

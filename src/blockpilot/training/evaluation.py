@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import CandidateSelector, DFlash
-from blockpilot.text.loops import find_loop
+from blockpilot.text.repetition import find_loop
 from blockpilot.training.blocks import Blocks, make_blocks
 from blockpilot.training.dflash_objective import draft_hidden, read_taps
 from blockpilot.training.responses import ResponseSet

@@ -5,9 +5,8 @@ import time
 import pytest
 
 from blockpilot.bench.audit import Place
-from blockpilot.bench.final_answers import is_right
 from blockpilot.bench.sandbox import passes
-from blockpilot.bench.scoring import Scorer, humaneval_program, mbpp_program
+from blockpilot.bench.scoring import Scorer, humaneval_program, is_right, mbpp_program
 from blockpilot.text.prompts import Prompt
 from tests.unit.bench.pieces import make_answer
 

@@ -19,7 +19,7 @@ DEFAULT_TARGET = "smollm2-135m"
 
 def add_option(options: Options, flag: str, default: Any, about: str = "", **more: Any) -> None:
     """An option whose value has the type of its default; its help ends with that default."""
-    shown = "default: %(default)s"
+    shown = f"default: %(default){'g' if isinstance(default, float) else 's'}"
     given = {"type": type(default), "help": f"{about} ({shown})" if about else shown, **more}
     if "choices" not in given:
         given.setdefault("metavar", "X" if given["type"] is float else "N")

@@ -3,20 +3,17 @@
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from blockpilot.report.answer_view import draw_answer
+from blockpilot.report import tables
 from blockpilot.report.notes import write_notes
 from blockpilot.report.run_data import Run
-from blockpilot.report.tables import (
-    Table,
-    best_fixed_table,
-    details_table,
-    overview_table,
-    published_table,
-    results_table,
-    scores_table,
-)
+from blockpilot.report.tables import Table
 
+if TYPE_CHECKING:
+    from blockpilot.report.figures.catalogue import DrawnFigure
+
+TITLE = "BlockPilot benchmark"
 LEAD = (
     "Speedup is decode tokens per second over plain decoding by the same engine in the same run; every draft counts, "
     "reading the prompt does not. τ is the number of tokens a step emits. Methods took turns on every prompt, in a "
@@ -26,14 +23,7 @@ PUBLISHED_NOTE = (
     "From the BlockPilot paper (arXiv 2606.31315), means over its tasks on an H100. Models, drafters and machine "
     "differ, so these figures stand beside ours and not against them."
 )
-
-
-@dataclass(frozen=True)
-class DrawnFigure:
-    file_name: str
-    title: str
-    caption: str
-    svg: str
+READING = "Best of each column in bold. τ is the mean of the answers' means."
 
 
 @dataclass(frozen=True)
@@ -44,22 +34,16 @@ class Section:
     heading: str
     setting: str
     results: Table
-    reading: str
     notes: list[str]
-    figures: list[DrawnFigure]
+    figures: "list[DrawnFigure]"
     left_out: list[tuple[str, str]]  # title of a figure, why it is missing
     tables: list[tuple[str, Table]]
-    answer: str | None  # HTML
 
 
 @dataclass(frozen=True)
 class Content:
-    title: str
-    lead: str
     overview: Table | None  # of several runs
     sections: list[Section]
-    published: Table
-    published_note: str
 
 
 def build_content(runs: Sequence[Run]) -> Content:
@@ -70,25 +54,31 @@ def build_content(runs: Sequence[Run]) -> Content:
         _build_section(run, heading, f"{place}-" if has_many else "")
         for place, (run, heading) in enumerate(zip(runs, headings, strict=True), start=1)
     ]
-    overview = overview_table(runs, headings) if has_many else None
-    return Content("BlockPilot benchmark", LEAD, overview, sections, published_table(), PUBLISHED_NOTE)
+    return Content(tables.overview_table(runs, headings) if has_many else None, sections)
 
 
 def _build_section(run: Run, heading: str, prefix: str) -> Section:
-    figures, left_out = _draw_figures(run, prefix)
-    tables = [("Block sizes", best_fixed_table(run)), ("Right answers", scores_table(run))]
-    tables.append(("All rows", details_table(run)))
+    if importlib.util.find_spec("matplotlib") is None:
+        figures: list[DrawnFigure] = []
+        left_out = [("all figures", "matplotlib is not installed (pip install 'blockpilot[figures]')")]
+    else:
+        from blockpilot.report.figures.catalogue import draw_figures
+
+        figures, left_out = draw_figures(run, prefix)
+    found = {
+        "Block sizes": tables.best_fixed_table(run),
+        "Right answers": tables.scores_table(run),
+        "All rows": tables.details_table(run),
+    }
     return Section(
         run=run,
         heading=heading,
         setting=_describe_setting(run),
-        results=results_table(run),
-        reading="Best of each column in bold. τ is the mean of the answers' means.",
+        results=tables.results_table(run),
         notes=write_notes(run),
         figures=figures,
         left_out=left_out,
-        tables=[(title, table) for title, table in tables if table is not None],
-        answer=draw_answer(run),
+        tables=[(title, table) for title, table in found.items() if table is not None],
     )
 
 
@@ -107,20 +97,3 @@ def _describe_setting(run: Run) -> str:
         f"{run.rows[0]['model']}, drafters {drafters}; {prompts} {arguments.get('split', 'test')} {word} per task, up "
         f"to {arguments.get('max_new_tokens', '?')} new tokens{times}."
     )
-
-
-def _draw_figures(run: Run, prefix: str) -> tuple[list[DrawnFigure], list[tuple[str, str]]]:
-    if importlib.util.find_spec("matplotlib") is None:
-        return [], [("all figures", "matplotlib is not installed (pip install 'blockpilot[figures]')")]
-    from blockpilot.report.figures.catalogue import CATALOGUE
-    from blockpilot.report.figures.style import render
-
-    figures: list[DrawnFigure] = []
-    left_out: list[tuple[str, str]] = []
-    for kind in CATALOGUE:
-        found = render(kind.draw, run, f"{prefix}{kind.name}")
-        if isinstance(found, str):
-            left_out.append((kind.title, found))
-        else:
-            figures.append(DrawnFigure(f"{prefix}{kind.name}", kind.title, kind.caption, found.svg))
-    return figures, left_out

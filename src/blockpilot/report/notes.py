@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from blockpilot.report.run_data import MEAN, Run, task_title
-from blockpilot.report.tables import format_interval, mean_or_only
+from blockpilot.report.run_data import MEAN, Run, mean_or_only, task_title
+from blockpilot.report.tables import format_interval
 
 FEW_PROMPTS = 64  # per task; with fewer a figure is no claim
 MANY_LOOPS = 0.2

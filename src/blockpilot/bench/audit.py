@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from blockpilot.bench.answers import Answer
-from blockpilot.bench.asking import encode_turn
 from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.measuring import explain_shortage
+from blockpilot.bench.plan import encode_turn
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.engine.llm import LLM
 from blockpilot.engine.runner import TargetRunner

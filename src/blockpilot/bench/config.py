@@ -15,9 +15,6 @@ KNOWN_METHODS = (
 )
 BEST_FIXED = "best-fixed"
 BEST_FIXED_SIZES = tuple(range(2, 17))
-QUICK_TASKS = ("gsm8k", "math500", "humaneval", "mt_bench")
-QUICK_METHODS = ("ar", "ngram", "eagle3", "dflash:4", "dflash:16", "auto")
-QUICK_PROMPTS, QUICK_TOKENS = 1, 48
 _RATES = {"cpu": 40.0, "cuda": 2000.0}  # tokens/s of the default pair, of a data-centre GPU, in order of magnitude
 _PREFILL_FACTOR = 10  # prompts are read so many times faster than answers are written
 _CHARACTERS_PER_TOKEN = 4
@@ -60,6 +57,14 @@ class BenchConfig:
     def params(self, seed: int) -> SamplingParams:
         """How a prompt with this seed is answered."""
         return SamplingParams(max_new_tokens=self.max_new_tokens, temperature=self.temperature, seed=seed)
+
+
+QUICK = BenchConfig(
+    tasks=("gsm8k", "math500", "humaneval", "mt_bench"),
+    methods=("ar", "ngram", "eagle3", "dflash:4", "dflash:16", "auto"),
+    num_prompts=1,
+    max_new_tokens=48,
+)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 import gc
 import logging
+import resource
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +13,17 @@ from pathlib import Path
 import torch
 
 from blockpilot.bench.answers import Answer, AnswersFile
-from blockpilot.bench.asking import Asker, Round
-from blockpilot.bench.config import format_duration
+from blockpilot.bench.config import BenchConfig, format_duration
+from blockpilot.bench.engines import Engines
 from blockpilot.bench.methods import Method
+from blockpilot.bench.plan import Round, encode_turn
+from blockpilot.core.records import Completion
+from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.text.prompts import Prompt
 
 Report = Callable[[str, int, int], None]  # (what, done, total)
+_WARM_UP_TOKENS = 12
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 logger = logging.getLogger(__name__)
 
 
@@ -42,6 +50,62 @@ class Progress:
         self.done += count
         pace = (time.perf_counter() - self.started) / (self.done - self.skipped)
         self.report(f"{what} ({format_duration(pace * (self.total - self.done))} left)", self.done, self.total)
+
+
+class Asker:
+    """Prompts in, answers out: the turns of a conversation, through `LLM.generate` and nothing else."""
+
+    def __init__(self, engines: Engines, config: BenchConfig) -> None:
+        self.engines, self.config = engines, config
+        self.memory = _PeakMemory(engines.plain.device_type)
+
+    def warm_up(
+        self, method: Method, prompts: Sequence[Prompt], report: Callable[[int], None] = lambda num_requests: None
+    ) -> None:
+        """Kernels are compiled, shapes prepared and step costs measured at first use; see `LLM.prepare`."""
+        llm = self.engines.of(method)
+        llm.prepare(len(prompts), report, pilot=method.pilot)
+        params = SamplingParams(max_new_tokens=_WARM_UP_TOKENS, temperature=self.config.temperature)
+        llm.generate([encode_turn(llm.tokenizer, prompt, []) for prompt in prompts], params, pilot=method.pilot)
+
+    def ask(self, work: Round, method: Method) -> list[Answer]:
+        """Every turn of the round's prompts; those that have a next turn go on together."""
+        llm = self.engines.of(method)
+        seeds, replies = work.seeds(self.config.seed), [list[str]() for _ in work.prompts]
+        answers: list[Answer] = []
+        for turn in range(max(len(prompt.turns) for prompt in work.prompts)):
+            rows = [row for row, prompt in enumerate(work.prompts) if turn < len(prompt.turns)]
+            prompt_ids = [encode_turn(llm.tokenizer, work.prompts[row], replies[row]) for row in rows]
+            params = [self.config.params(seeds[row]) for row in rows]
+            self.memory.start()
+            completions = llm.generate(prompt_ids, params, pilot=method.pilot)
+            peak = self.memory.read()
+            llm.engine.settle()  # a step begun in vain must not delay who comes next
+            for row, completion in zip(rows, completions, strict=True):
+                replies[row].append(completion.text)
+                answers.append(_record(work, row, turn=turn, method=method.name, completion=completion, peak=peak))
+        return answers
+
+
+def _record(work: Round, row: int, *, turn: int, method: str, completion: Completion, peak: int) -> Answer:
+    steps = completion.steps
+    told = ("token_ids", "text", "num_prompt_tokens", "finish_reason", "prefill_seconds", "decode_seconds")
+    return Answer(
+        task=work.task,
+        prompt_id=work.prompts[row].id,
+        batch=work.batch,
+        turn=turn,
+        repeat=work.repeat,
+        method=method,
+        **{name: getattr(completion, name) for name in told},
+        block_sizes=[step.block_size for step in steps],
+        verify_sizes=[step.verify_size for step in steps],
+        emitted=[step.emitted for step in steps],
+        draft_seconds=sum(step.draft_seconds for step in steps),
+        verify_seconds=sum(step.verify_seconds for step in steps),
+        pilot_seconds=completion.pilot_seconds,
+        peak_memory_bytes=peak,
+    )
 
 
 class Measurer(ABC):
@@ -82,7 +146,7 @@ class LocalMeasurer(Measurer):
     def measure_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], file: AnswersFile) -> None:
         self.warm_up(methods, rounds)
         self.progress.start()
-        with short_collections():
+        with _short_collections():
             for work in rounds:
                 if work.task in self.left_out:
                     self.progress.skip(work.num_answers * len(methods))
@@ -99,7 +163,7 @@ class LocalMeasurer(Measurer):
 
         A GPU prepares other shapes for long contexts, so it is warmed up with the longest prompts too.
         """
-        longest = max(rounds, key=_longest_turn)
+        longest = max(rounds, key=lambda work: max(len(turn) for prompt in work.prompts for turn in prompt.turns))
         is_gpu = self.asker.engines.plain.device_type == "cuda"
         chosen = [rounds[0], longest] if is_gpu and longest is not rounds[0] else [rounds[0]]
         for method in methods:
@@ -122,7 +186,7 @@ class LocalMeasurer(Measurer):
 
 
 @contextmanager
-def short_collections() -> Iterator[None]:
+def _short_collections() -> Iterator[None]:
     """Garbage collection passes over what is there now. It takes long to look at all of it, and someone is timed."""
     gc.collect()
     gc.freeze()
@@ -132,20 +196,44 @@ def short_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _longest_turn(work: Round) -> int:
-    return max(len(turn) for prompt in work.prompts for turn in prompt.turns)
-
-
 def explain_shortage(error: RuntimeError | MemoryError) -> str:
-    """One line about memory that ran out, which is given back where it can be; any other error is raised again."""
-    if not is_out_of_memory(error):
+    """One line about memory that ran out, which is given back where it can be; any other error is raised again.
+
+    PyTorch raises RuntimeError, or a class made of it, on a GPU and on a CPU alike.
+    """
+    text = str(error).lower()
+    if not isinstance(error, MemoryError) and "out of memory" not in text and "allocate memory" not in text:
         raise error
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return f"out of memory: {' '.join(str(error).split())[:200]}"
 
 
-def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    """PyTorch raises RuntimeError, or a class made of it, on a GPU and on a CPU alike."""
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text
+class _PeakMemory:
+    """Of the device on a GPU, of this process on a CPU.
+
+    On Linux the process's high-water mark is set back at every start; elsewhere it is that of the whole run.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.is_cuda = device_type == "cuda"
+
+    def start(self) -> None:
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            return
+        try:
+            _CLEAR.write_text("5", encoding="ascii")
+        except OSError:
+            return  # no such file here, or not allowed: the mark only rises
+
+    def read(self) -> int:
+        """Bytes."""
+        if self.is_cuda:
+            return int(torch.cuda.max_memory_allocated())
+        try:
+            lines = _STATUS.read_text(encoding="utf-8").splitlines()
+            return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+        except (OSError, StopIteration):
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return peak if sys.platform == "darwin" else 1024 * peak

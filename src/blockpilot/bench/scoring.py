@@ -23,31 +23,31 @@ _UNIT = re.compile(r"(?<=[\d}])\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*\}(?:\^\d)?$"
 _NOISE = (r"\left", r"\right", r"\!", r"\,", r"\;", r"\:", r"\$", "$", r"\%", "%", r"^\circ", r"^{\circ}", r"\ ")
 
 
-class Scorer:
-    """Scores the first repeat of every prompt. Equal texts are judged once."""
+def score(
+    answers: Sequence[Answer], places: Mapping[tuple[str, str], Place], *, is_code_scored: bool
+) -> dict[tuple[str, str], list[bool]]:
+    """Task and method -> right or wrong for the first repeat of every prompt; tasks that cannot be scored are missing.
 
-    def __init__(self, places: Mapping[tuple[str, str], Place], *, is_code_scored: bool) -> None:
-        self.places, self.is_code_scored = places, is_code_scored
-        self._known: dict[tuple[str, str, str], bool] = {}
+    Equal texts are judged once.
+    """
+    known: dict[tuple[str, str, str], bool] = {}
+    found: dict[tuple[str, str], list[bool]] = {}
+    for answer in answers:
+        prompt = places[answer.task, answer.prompt_id].prompt
+        if answer.repeat or answer.turn or not _can_be_scored(answer.task, prompt, is_code_scored=is_code_scored):
+            continue
+        key = (answer.task, answer.prompt_id, answer.text)
+        if key not in known:
+            known[key] = _judge(answer.task, answer.text, prompt)
+        found.setdefault((answer.task, answer.method), []).append(known[key])
+    return found
 
-    def score(self, answers: Sequence[Answer]) -> dict[tuple[str, str], list[bool]]:
-        """Task and method -> right or wrong for every prompt; tasks that cannot be scored are missing."""
-        found: dict[tuple[str, str], list[bool]] = {}
-        for answer in answers:
-            prompt = self.places[answer.task, answer.prompt_id].prompt
-            if answer.repeat or answer.turn or not self._can_be_scored(answer.task, prompt):
-                continue
-            key = (answer.task, answer.prompt_id, answer.text)
-            if key not in self._known:
-                self._known[key] = _judge(answer.task, answer.text, prompt)
-            found.setdefault((answer.task, answer.method), []).append(self._known[key])
-        return found
 
-    def _can_be_scored(self, task: str, prompt: Prompt) -> bool:
-        """A file of the user's own may bear a known name without what scoring needs."""
-        if task in _MATHEMATICS:
-            return prompt.answer is not None
-        return self.is_code_scored and task in _PROGRAMS and all(name in prompt.meta for name in _PROGRAMS[task])
+def _can_be_scored(task: str, prompt: Prompt, *, is_code_scored: bool) -> bool:
+    """A file of the user's own may bear a known name without what scoring needs."""
+    if task in _MATHEMATICS:
+        return prompt.answer is not None
+    return is_code_scored and task in _PROGRAMS and all(name in prompt.meta for name in _PROGRAMS[task])
 
 
 def _judge(task: str, text: str, prompt: Prompt) -> bool:

@@ -11,12 +11,11 @@ from typing import Any, Protocol
 import torch
 
 from blockpilot.bench.answers import Answer
-from blockpilot.bench.asking import Asker
 from blockpilot.bench.audit import Difference, Place, find_differences
 from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.engines import DrafterSpec, Engines
 from blockpilot.bench.manifest import describe_run
-from blockpilot.bench.measuring import LocalMeasurer, Measurer, Progress
+from blockpilot.bench.measuring import Asker, LocalMeasurer, Measurer, Progress
 from blockpilot.bench.methods import Method
 from blockpilot.bench.plan import Fit, fit_prompts
 from blockpilot.bench.tasks import TaskPrompts

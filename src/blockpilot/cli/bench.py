@@ -10,29 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockpilot.bench.config import (
-    KNOWN_METHODS,
-    QUICK_METHODS,
-    QUICK_PROMPTS,
-    QUICK_TASKS,
-    QUICK_TOKENS,
-    BenchConfig,
-    estimate,
-    format_duration,
-)
+from blockpilot.bench.config import KNOWN_METHODS, QUICK, BenchConfig, estimate, format_duration
 from blockpilot.bench.tasks import TASKS, TaskPrompts, default_tasks, read_file, read_task
+from blockpilot.cli import options
 from blockpilot.cli.console import make_table, print_json, print_note, print_table, show_counted, show_progress
-from blockpilot.cli.options import (
-    Options,
-    add_option,
-    add_ray_options,
-    add_target_options,
-    check_ray,
-    cluster_options,
-    read_engine_config,
-    read_fields,
-    read_list,
-)
 from blockpilot.core.config import device_type
 from blockpilot.core.errors import InputError
 from blockpilot.text.prompts import SPLITS
@@ -49,17 +30,17 @@ DEFAULTS = BenchConfig(tasks=("-",), methods=("ar",))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     out_help = "folder of the results; goes on with a run that is there (default: a new one under runs/)"
     parser.add_argument("--out", type=Path, metavar="DIR", help=out_help)
-    quick_help = f"a first table within three minutes on a CPU: {len(QUICK_TASKS)} tasks, {QUICK_PROMPTS} prompt each, "
-    quick_help += f"{QUICK_TOKENS} tokens, {len(QUICK_METHODS)} methods"
+    quick_help = f"a first table within three minutes on a CPU: {len(QUICK.tasks)} tasks, {QUICK.num_prompts} prompt "
+    quick_help += f"each, {QUICK.max_new_tokens} tokens, {len(QUICK.methods)} methods"
     parser.add_argument("--quick", action="store_true", help=quick_help)
     parser.add_argument("--dry-run", action="store_true", help="print what would be measured and how long it may take")
     parser.add_argument("--json", action="store_true", help="print one JSON object: rows and manifest")
     _add_work_options(parser.add_argument_group("what to measure"))
     _add_model_options(parser.add_argument_group("model"))
-    add_ray_options(parser.add_argument_group("several devices"))
+    options.add_ray_options(parser.add_argument_group("several devices"))
 
 
-def _add_work_options(group: Options) -> None:
+def _add_work_options(group: options.Options) -> None:
     add = group.add_argument
     add("--tasks", metavar="NAME,...", help=f"{', '.join(TASKS)} (default: every set that is at hand)")
     methods_help = f"{KNOWN_METHODS}; ar is always measured (default: one or two of each kind)"
@@ -69,23 +50,23 @@ def _add_work_options(group: Options) -> None:
     prompts_help = "your own prompts, .jsonl or .txt; the task is named after the file; may be given more than once"
     add("--prompts", type=Path, action="append", default=[], metavar="FILE", help=prompts_help)
     add("--skip-bad", action="store_true", help="leave out malformed lines of prompt files")
-    add_option(group, "--split", DEFAULTS.split, "which prompts, by the rule on ids", choices=SPLITS)
+    options.add_option(group, "--split", DEFAULTS.split, "which prompts, by the rule on ids", choices=SPLITS)
     add("--num-prompts", type=int, metavar="N", help=f"per task; 0: all (default: {DEFAULTS.num_prompts})")
     tokens_help = f"most tokens of an answer (default: {DEFAULTS.max_new_tokens})"
     add("--max-new-tokens", type=int, metavar="N", help=tokens_help)
-    add_option(group, "--temperature", DEFAULTS.temperature, "0 is greedy", metavar="T")
-    add_option(group, "--seed", DEFAULTS.seed, "of sampling and of the order")
-    add_option(group, "--repeats", DEFAULTS.repeats, "times every prompt is measured")
-    add_option(group, "--concurrency", DEFAULTS.concurrency, "prompts answered at once")
+    options.add_option(group, "--temperature", DEFAULTS.temperature, "0 is greedy", metavar="T")
+    options.add_option(group, "--seed", DEFAULTS.seed, "of sampling and of the order")
+    options.add_option(group, "--repeats", DEFAULTS.repeats, "times every prompt is measured")
+    options.add_option(group, "--concurrency", DEFAULTS.concurrency, "prompts answered at once")
     calibration_help = "calibration prompts per task for best-fixed"
-    add_option(group, "--calibration-prompts", DEFAULTS.calibration_prompts, calibration_help)
+    options.add_option(group, "--calibration-prompts", DEFAULTS.calibration_prompts, calibration_help)
     score_help = "run the programs of humaneval and mbpp answers, confined but on this machine"
     add("--score-code", action="store_true", help=score_help)
 
 
-def _add_model_options(group: Options) -> None:
-    add_target_options(group, "DFlash drafter: folder, hub id or shipped name")
-    add_option(group, "--eagle3", "auto", "EAGLE-3 drafter, likewise", metavar="MODEL")
+def _add_model_options(group: options.Options) -> None:
+    options.add_target_options(group, "DFlash drafter: folder, hub id or shipped name")
+    options.add_option(group, "--eagle3", "auto", "EAGLE-3 drafter, likewise", metavar="MODEL")
     group.add_argument("--pilot-file", type=Path, metavar="DIR", help="the trained pilot of the method blockpilot")
     group.add_argument("--profile", type=Path, metavar="FILE", help="step costs, written by `blockpilot profile`")
 
@@ -93,8 +74,8 @@ def _add_model_options(group: Options) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from blockpilot.bench.methods import choose_drafters
 
-    check_ray(arguments)
-    engine_config = read_engine_config(arguments)
+    options.check_ray(arguments)
+    engine_config = options.read_engine_config(arguments)
     methods = _choose_methods(arguments)
     tasks = _read_tasks(arguments)
     config = _build_config(arguments, methods, tasks)
@@ -144,11 +125,11 @@ def _bench_here(arguments: argparse.Namespace, setup: "BenchSetup", out: Path) -
 def _bench_on_ray(arguments: argparse.Namespace, setup: "BenchSetup", out: Path) -> "BenchResult":
     from blockpilot.integrations.ray.bench import bench_on_ray
 
-    options = cluster_options(arguments)
-    if options.device_type == "cpu":
+    cluster = options.cluster_options(arguments)
+    if cluster.device_type == "cpu":
         print_note("workers that share a CPU slow each other down: timings compare only with one worker per machine")
     with show_counted("answers") as report:
-        return bench_on_ray(setup, options, out=out, report=report)
+        return bench_on_ray(setup, cluster, out=out, report=report)
 
 
 def _choose_methods(arguments: argparse.Namespace) -> "tuple[Method, ...]":
@@ -162,7 +143,7 @@ def _usual_methods(arguments: argparse.Namespace) -> list[str]:
     """Those of the defaults for which everything is at hand."""
     from blockpilot.bench.methods import DEFAULT_METHODS, PAPER, find_paper_pilot, shipped_of_kind
 
-    names = list(QUICK_METHODS if arguments.quick else DEFAULT_METHODS)
+    names = list(QUICK.methods if arguments.quick else DEFAULT_METHODS)
     if PAPER in names and arguments.pilot_file is None:
         try:
             find_paper_pilot(arguments.target, None)
@@ -184,7 +165,7 @@ def _read_tasks(arguments: argparse.Namespace) -> tuple[TaskPrompts, ...]:
     elif arguments.prompts:
         names = []
     else:
-        names = list(QUICK_TASKS if arguments.quick else default_tasks(arguments.data))
+        names = list(QUICK.tasks if arguments.quick else default_tasks(arguments.data))
     tasks = [read_task(name, data=arguments.data, split=arguments.split, skip_bad=skip_bad) for name in names]
     tasks += [read_file(path, split=arguments.split, skip_bad=skip_bad) for path in arguments.prompts]
     found = [task.name for task in tasks]
@@ -196,12 +177,9 @@ def _read_tasks(arguments: argparse.Namespace) -> tuple[TaskPrompts, ...]:
 def _build_config(
     arguments: argparse.Namespace, methods: "tuple[Method, ...]", tasks: tuple[TaskPrompts, ...]
 ) -> BenchConfig:
-    usual = {"num_prompts": DEFAULTS.num_prompts, "max_new_tokens": DEFAULTS.max_new_tokens}
-    if arguments.quick:
-        usual = {"num_prompts": QUICK_PROMPTS, "max_new_tokens": QUICK_TOKENS}
-    given = {name: value for name, value in read_fields(BenchConfig, arguments).items() if value is not None}
+    given = {name: value for name, value in options.read_fields(BenchConfig, arguments).items() if value is not None}
     names = {"tasks": tuple(task.name for task in tasks), "methods": tuple(method.name for method in methods)}
-    return BenchConfig(**usual | given | names)
+    return dataclasses.replace(QUICK if arguments.quick else DEFAULTS, **given | names)
 
 
 def _read_names(text: str, flag: str) -> list[str]:
@@ -210,7 +188,7 @@ def _read_names(text: str, flag: str) -> list[str]:
             raise ValueError(part)
         return part.strip()
 
-    return list(dict.fromkeys(read_list(text, flag, read, "give names separated by commas")))
+    return list(dict.fromkeys(options.read_list(text, flag, read, "give names separated by commas")))
 
 
 def _print_plan(arguments: argparse.Namespace, config: BenchConfig, tasks: tuple[TaskPrompts, ...]) -> int:

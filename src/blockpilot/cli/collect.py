@@ -7,19 +7,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blockpilot.cli import options
 from blockpilot.cli.console import ProgressLines, print_json, show_progress
-from blockpilot.cli.options import (
-    Options,
-    add_option,
-    add_ray_options,
-    add_target_options,
-    check_ray,
-    cluster_options,
-    read_count,
-    read_engine_config,
-    read_fields,
-    read_list,
-)
 from blockpilot.core.config import EngineConfig, device_type
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import hash_file
@@ -41,37 +30,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the traces; continues a run")
     count_help = "the first N prompts of each file's split (default: all)"
     add("--num-prompts", type=int, default=0, metavar="N", help=count_help)
-    add_option(parser, "--split", "all", "which prompts of each file, by the rule on their id", choices=SPLITS)
+    options.add_option(parser, "--split", "all", "which prompts of each file, by the rule on their id", choices=SPLITS)
     add("--json", action="store_true", help="print one JSON object at the end")
     _add_model_options(parser.add_argument_group("model"))
     _add_record_options(parser.add_argument_group("record"))
-    add_ray_options(parser.add_argument_group("several devices"))
+    options.add_ray_options(parser.add_argument_group("several devices"))
 
 
-def _add_model_options(group: Options) -> None:
-    add_target_options(group, "a DFlash drafter: folder, hub id or shipped name")
-    add_option(group, "--temperature", 0.0, "0 is greedy", metavar="T")
-    add_option(group, "--seed", 0, "each prompt's seed is this plus its place in its file")
-    add_option(group, "--max-new-tokens", 256)
+def _add_model_options(group: options.Options) -> None:
+    options.add_target_options(group, "a DFlash drafter: folder, hub id or shipped name")
+    options.add_option(group, "--temperature", 0.0, "0 is greedy", metavar="T")
+    options.add_option(group, "--seed", 0, "each prompt's seed is this plus its place in its file")
+    options.add_option(group, "--max-new-tokens", 256)
 
 
-def _add_record_options(group: Options) -> None:
+def _add_record_options(group: options.Options) -> None:
     sizes_help = "block sizes whose emitted lengths are recorded"
-    add_option(group, "--sizes", "2-20,24,32", sizes_help, metavar="B,...")
+    options.add_option(group, "--sizes", "2-20,24,32", sizes_help, metavar="B,...")
     draft_help = "of these, those whose candidates are kept; none: '' (default: 4,8,16, or none with visited anchors)"
     group.add_argument("--draft-sizes", metavar="B,...", help=draft_help)
-    add_option(group, "--candidates", 8, "kept per position", metavar="K")
+    options.add_option(group, "--candidates", 8, "kept per position", metavar="K")
     anchors_help = "every, or visited: draft only where a fixed chain of each size stands; cheap sweeps"
-    add_option(group, "--anchors", "every", anchors_help, metavar="WHICH")
-    add_option(group, "--precision", "float16", "of stored numbers: float16 or float32", metavar="PRECISION")
+    options.add_option(group, "--anchors", "every", anchors_help, metavar="WHICH")
+    options.add_option(group, "--precision", "float16", "of stored numbers: float16 or float32", metavar="PRECISION")
     shard_help = "prompts per file; an interrupted run loses at most one file (default: 16 on a CPU, 64 on a GPU)"
     group.add_argument("--shard-size", type=int, metavar="N", help=shard_help)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_ray(arguments)
+    options.check_ray(arguments)
     config = _build_config(arguments)
-    engine_config = read_engine_config(arguments, num_slots=NUM_SLOTS[device_type(arguments.device)])
+    engine_config = options.read_engine_config(arguments, num_slots=NUM_SLOTS[device_type(arguments.device)])
     arguments.drafter = _choose_drafter(arguments.drafter, arguments.target)
     collect = _collect_here if arguments.ray is None else _collect_on_ray
     _print_result(arguments, collect(arguments, engine_config, _choose_prompts(arguments), config))
@@ -104,7 +93,7 @@ def _collect_on_ray(
         config=config,
         source=_describe_source(arguments),
     )
-    return collect_on_ray(job, cluster_options(arguments), out=arguments.out, report=ProgressLines()).manifest
+    return collect_on_ray(job, options.cluster_options(arguments), out=arguments.out, report=ProgressLines()).manifest
 
 
 def _print_result(arguments: argparse.Namespace, manifest: dict[str, Any]) -> None:
@@ -130,19 +119,19 @@ def _build_config(arguments: argparse.Namespace) -> "CollectConfig":
     given = {"sizes": sizes, "draft_sizes": draft_sizes, "num_candidates": arguments.candidates}
     if arguments.shard_size is None:
         given["shard_size"] = SHARD_SIZES[device_type(arguments.device)]
-    return CollectConfig(**read_fields(CollectConfig, arguments) | given)
+    return CollectConfig(**options.read_fields(CollectConfig, arguments) | given)
 
 
 def _read_sizes(text: str, flag: str) -> tuple[int, ...]:
     """`2-6,8` -> 2, 3, 4, 5, 6, 8."""
     advice = "give block sizes and ranges separated by commas, such as 2-8,16"
-    ranges = read_list(text, flag, _read_range, advice) if text else []
+    ranges = options.read_list(text, flag, _read_range, advice) if text else []
     return tuple(sorted({size for found in ranges for size in found}))
 
 
 def _read_range(text: str) -> range:
     first, dash, last = text.partition("-")
-    start, end = read_count(first), read_count(last if dash else first)
+    start, end = options.read_count(first), options.read_count(last if dash else first)
     if end < start:
         raise ValueError(text)
     return range(start, end + 1)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -130,30 +131,29 @@ def format_megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.1f} MB"
 
 
-class Interrupts:
-    """Ctrl-C that cannot get lost, in a `with` block.
+@contextlib.contextmanager
+def watch_interrupts() -> Iterator[Callable[[], None]]:
+    """Ctrl-C that cannot get lost.
 
     Python raises KeyboardInterrupt wherever it happens to be, and some places (finalizers, callbacks of libraries)
-    swallow it. A loop that asks `check` at every turn notices it all the same.
+    swallow it. A loop that calls the yielded function at every turn notices it all the same.
     """
+    is_received = False
 
-    def __init__(self) -> None:
-        self._is_received = False
-        self._previous: Any = None
+    def receive(number: int, frame: FrameType | None) -> None:
+        nonlocal is_received
+        is_received = True
+        raise KeyboardInterrupt
 
-    def __enter__(self) -> "Interrupts":
-        with contextlib.suppress(ValueError):  # only the main thread may; elsewhere signals are not ours to handle
-            self._previous = signal.signal(signal.SIGINT, self._receive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-
-    def check(self) -> None:
-        if self._is_received:
+    def check() -> None:
+        if is_received:
             raise KeyboardInterrupt
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._is_received = True
-        raise KeyboardInterrupt
+    if threading.current_thread() is not threading.main_thread():  # elsewhere signals are not ours to handle
+        yield check
+        return
+    previous = signal.signal(signal.SIGINT, receive)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -11,7 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from blockpilot.cli.console import Interrupts, print_columns, print_json, print_note, show_progress
+from blockpilot.cli.console import print_columns, print_json, print_note, show_progress, watch_interrupts
 from blockpilot.cli.options import Options, add_option, add_target_options, read_engine_config, read_fields
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.records import Completion
@@ -130,10 +130,10 @@ def _stream(llm: "LLM", prompt: str, params: SamplingParams, *, is_raw: bool, is
     """Follow the answer to its end. What is shown ends with a line break, also when it is interrupted."""
     last = "\n"
     answer = cast("Generator[Update, None, None]", llm.stream(prompt, params, is_raw=is_raw))
-    with contextlib.closing(answer) as updates, Interrupts() as interrupts:
+    with contextlib.closing(answer) as updates, watch_interrupts() as check_interrupts:
         try:
             for update in updates:
-                interrupts.check()
+                check_interrupts()
                 if is_shown and update.new_text:
                     sys.stdout.write(update.new_text)
                     sys.stdout.flush()

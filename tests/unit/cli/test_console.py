@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from blockpilot.cli.console import Interrupts, ProgressLines, print_columns, show_progress
+from blockpilot.cli.console import ProgressLines, print_columns, show_progress, watch_interrupts
 
 
 class Terminal(io.StringIO):
@@ -60,15 +60,15 @@ def test_progress_lines_are_few(capsys):
 
 def test_an_interrupt_that_was_swallowed_is_raised_again() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with Interrupts() as interrupts:
-        interrupts.check()
+    with watch_interrupts() as check:
+        check()
         with contextlib.suppress(BaseException):  # as a finalizer does
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            interrupts.check()
+            check()
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_interrupt_is_raised_at_once() -> None:
-    with Interrupts(), pytest.raises(KeyboardInterrupt):
+    with watch_interrupts(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from blockpilot.bench.answers import Answer, AnswersFile
-from blockpilot.bench.asking import Round
 from blockpilot.bench.audit import Difference, Place
 from blockpilot.bench.measuring import Measurer, Progress, Report, explain_shortage
 from blockpilot.bench.methods import Method
-from blockpilot.bench.plan import Fit
+from blockpilot.bench.plan import Fit, Round
 from blockpilot.bench.run import BenchResult, BenchRun
 from blockpilot.bench.site import BenchSetup, LocalSite
 from blockpilot.bench.tasks import TaskPrompts

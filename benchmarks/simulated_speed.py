@@ -38,10 +38,10 @@ from blockpilot import EngineConfig
 from blockpilot.bench import manifest as manifests
 from blockpilot.bench.answers import Answer
 from blockpilot.bench.config import BenchConfig
-from blockpilot.bench.engines import Engines
 from blockpilot.bench.measuring import Asker, LocalMeasurer, Progress
 from blockpilot.bench.methods import NO_DRAFTER, Method, choose_drafters, parse_methods
 from blockpilot.bench.plan import Fit, encode_turn, fit_prompts, plan_rounds
+from blockpilot.bench.site import Engines
 from blockpilot.bench.tasks import TaskPrompts, default_tasks, read_task
 from blockpilot.cli.console import show_counted
 from blockpilot.core.errors import BlockPilotError, InputError

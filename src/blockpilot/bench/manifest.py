@@ -10,14 +10,13 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from blockpilot import __version__
 from blockpilot.bench.audit import GAPS
 from blockpilot.bench.config import BenchConfig
-from blockpilot.bench.engines import Engines
 from blockpilot.bench.methods import Method
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.errors import InputError
@@ -25,6 +24,9 @@ from blockpilot.core.files import write_text
 from blockpilot.engine.profile import profile_key
 from blockpilot.models.hub import resolve_folder
 from blockpilot.replay.provenance import hash_weights
+
+if TYPE_CHECKING:
+    from blockpilot.bench.site import Engines
 
 _NAME = "manifest.json"
 _PACKAGES = ("torch", "numpy", "numba", "tokenizers")
@@ -34,7 +36,7 @@ def describe_run(
     config: BenchConfig,
     methods: Sequence[Method],
     tasks: Sequence[TaskPrompts],
-    engines: Engines,
+    engines: "Engines",
     drafters: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What must be the same for a run to go on; its digest is the run's id."""

@@ -9,17 +9,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from blockpilot.bench.answers import Answer, AnswersFile
 from blockpilot.bench.config import BenchConfig, format_duration
-from blockpilot.bench.engines import Engines
 from blockpilot.bench.methods import Method
 from blockpilot.bench.plan import Round, encode_turn
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.text.prompts import Prompt
+
+if TYPE_CHECKING:
+    from blockpilot.bench.site import Engines
 
 Report = Callable[[str, int, int], None]  # (what, done, total)
 _WARM_UP_TOKENS = 12
@@ -55,7 +58,7 @@ class Progress:
 class Asker:
     """Prompts in, answers out: the turns of a conversation, through `LLM.generate` and nothing else."""
 
-    def __init__(self, engines: Engines, config: BenchConfig) -> None:
+    def __init__(self, engines: "Engines", config: BenchConfig) -> None:
         self.engines, self.config = engines, config
         self.memory = _PeakMemory(engines.plain.device_type)
 
@@ -124,9 +127,7 @@ class Measurer(ABC):
         self.progress.skip(sum(work.num_answers for work in rounds if work.key in done) * len(methods))
         if todo:
             self.measure_rounds(todo, methods, file)
-        for task in self.left_out:
-            file.drop_task(task)
-        file.sort([work.key for work in rounds])
+        file.arrange([work.key for work in rounds], self.left_out)
         return file
 
     @abstractmethod

@@ -1,6 +1,7 @@
 """Where the models of a run are: everything of it that needs them, and nothing else.
 
 A local run has one `LocalSite`. A run on a cluster has one per worker, and the process that leads it loads no model.
+A site has one target in memory and one `LLM` per drafter around it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,18 +14,82 @@ import torch
 from blockpilot.bench.answers import Answer
 from blockpilot.bench.audit import Difference, Place, find_differences
 from blockpilot.bench.config import BenchConfig
-from blockpilot.bench.engines import DrafterSpec, Engines
 from blockpilot.bench.manifest import describe_run
 from blockpilot.bench.measuring import Asker, LocalMeasurer, Measurer, Progress
-from blockpilot.bench.methods import Method
+from blockpilot.bench.methods import DRAFTER_OPTIONS, NO_DRAFTER, Method
 from blockpilot.bench.plan import Fit, fit_prompts
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.config import EngineConfig
+from blockpilot.core.device import resolve_device
+from blockpilot.core.errors import InputError
+from blockpilot.decoding.dflash_drafter import DFlashDrafter
+from blockpilot.decoding.drafter import Drafter
+from blockpilot.decoding.eagle3_drafter import Eagle3Drafter
+from blockpilot.engine.assemble import build_drafter
+from blockpilot.engine.llm import LLM, resolve_context
+from blockpilot.models.dflash import DFlash
+from blockpilot.models.eagle3 import Eagle3
 from blockpilot.models.loading import LoadedTarget, load_target
+from blockpilot.models.packing import choose_backend
 from blockpilot.text.detokenizer import IncrementalDetokenizer
 from blockpilot.text.tokenizer import Tokenizer
 
 _MAX_PROMPT_CHARACTERS = 2000  # of a sample
+DrafterSpec = str | Drafter | DFlash | Eagle3
+_KINDS = {"dflash": DFlashDrafter, "eagle3": Eagle3Drafter}
+
+
+@dataclass(frozen=True)
+class Engines:
+    """One `LLM` per drafter, all around the same target.
+
+    Drafters may copy rows of the target's head, so all are built before the first `LLM` packs the target's weights; the
+    others find them packed.
+    """
+
+    llms: Mapping[str, LLM]  # by kind of drafter; `none` is always there
+
+    @classmethod
+    def build(
+        cls,
+        loaded: LoadedTarget,
+        drafters: Mapping[str, DrafterSpec],
+        config: EngineConfig,
+        costs: Path | None = None,
+    ) -> "Engines":
+        """`costs`: step costs for pilots that weigh them, measured with the DFlash drafter."""
+        device, dtype = resolve_device(config.device), getattr(torch, config.dtype)
+        loaded.decoder.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        built: dict[str, Drafter | None] = {NO_DRAFTER: None}
+        for kind, spec in drafters.items():
+            built[kind] = build_drafter(
+                spec,
+                loaded.decoder,
+                config=config,
+                context_length=resolve_context(config.context_length, loaded.decoder.config.context_length),
+                device=device,
+                dtype=dtype,
+                backend=choose_backend(config.linear_backend, device, dtype),
+            )
+            _check_kind(kind, spec, built[kind])
+        return cls(
+            {
+                kind: LLM(loaded, drafter=drafter, pilot="ar", config=config, costs=costs if kind == "dflash" else None)
+                for kind, drafter in built.items()
+            }
+        )
+
+    @property
+    def plain(self) -> LLM:
+        return self.llms[NO_DRAFTER]
+
+    def of(self, method: Method) -> LLM:
+        return self.llms[method.drafter]
+
+
+def _check_kind(kind: str, spec: DrafterSpec, built: Drafter | None) -> None:
+    if isinstance(spec, str) and kind in _KINDS and not isinstance(built, _KINDS[kind]):
+        raise InputError(f"{DRAFTER_OPTIONS[kind]} {spec} is no {kind} drafter")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,14 @@ class Table:
     headings: list[str]
     rows: list[list[Cell]]
 
+    @property
+    def flat_headings(self) -> list[str]:
+        """On one line, for Markdown: the group's name goes before the first of its columns."""
+        if not self.groups:
+            return self.headings
+        names = [name for name, width in self.groups for name in (name, *[""] * (width - 1))]
+        return [f"{name} {heading}".strip() for name, heading in zip(names, self.headings, strict=True)]
+
 
 def results_table(run: Run) -> Table:
     """Methods down, tasks across; speedup and tau of each, the best of every column marked."""

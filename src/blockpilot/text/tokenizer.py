@@ -9,8 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jinja2 import Template
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
@@ -19,9 +20,6 @@ from blockpilot.core.files import ensure_folder, write_text
 from blockpilot.text.chat_template import Message, compile_template, render_template
 from blockpilot.text.detokenizer import Pieces
 from blockpilot.text.gguf_vocabulary import build_backend
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 GGUF_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -108,7 +106,7 @@ class Tokenizer:
         return self.encode(self.apply_chat_template([{"role": "user", "content": prompt}]))
 
     @cached_property
-    def _template(self) -> "Template":
+    def _template(self) -> Template:
         if self.chat_template is None:
             raise InputError("this model has no chat template; give the prompt raw")
         return compile_template(self.chat_template)

@@ -16,8 +16,7 @@ from blockpilot.bench.plan import Fit, Round
 from blockpilot.bench.run import BenchResult, BenchRun
 from blockpilot.bench.site import BenchSetup, LocalSite
 from blockpilot.bench.tasks import TaskPrompts
-from blockpilot.integrations.ray.cluster import ClusterOptions, open_cluster
-from blockpilot.integrations.ray.pool import Pool, Worker
+from blockpilot.integrations.ray.cluster import ClusterOptions, Pool, Worker, open_cluster
 
 
 class BenchWorker(Worker):
@@ -35,7 +34,7 @@ class BenchWorker(Worker):
 
     def answer_round(self, work: Round, methods: Sequence[Method]) -> tuple[list[Answer], str | None]:
         """The answers of all methods, or why the task does not fit into memory."""
-        measurer = self.site.make_measurer(Progress(_ignore, 0))
+        measurer = self.site.make_measurer(Progress(lambda *ignored: None, 0))
         measurer.warm_up([method for method in methods if method not in self.is_warm], [work])
         self.is_warm.update(methods)
         try:
@@ -92,7 +91,3 @@ def bench_on_ray(setup: BenchSetup, options: ClusterOptions, *, out: Path, repor
     """`run_bench` on a cluster; `setup` names its target and drafters."""
     with open_cluster(options) as placements, Pool(BenchWorker, placements, setup) as pool:
         return BenchRun(setup, RaySite(pool), out, report).run()
-
-
-def _ignore(*values: object) -> None:
-    """Workers report through their results."""

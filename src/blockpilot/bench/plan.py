@@ -1,7 +1,7 @@
 """Which prompts run together, and in which order."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -102,22 +102,21 @@ def _count_tokens(prompt: Prompt, tokenizer: Tokenizer, max_new_tokens: int) -> 
 
 def plan_rounds(tasks: Sequence[TaskPrompts], config: BenchConfig) -> list[Round]:
     """All rounds; tasks take turns, so that a run that is cut short has seen all of them."""
-    return _take_turns([_cut(task.name, task.prompts, config.concurrency, config.repeats) for task in tasks])
+    return _plan({task.name: task.prompts for task in tasks}, config.concurrency, config.repeats)
 
 
 def plan_calibration(tasks: Sequence[TaskPrompts], config: BenchConfig) -> list[Round]:
     """The same on calibration prompts, once."""
-    return _take_turns([_cut(task.name, task.calibration, config.concurrency, 1) for task in tasks])
+    return _plan({task.name: task.calibration for task in tasks}, config.concurrency, 1)
 
 
-def _cut(task: str, prompts: Sequence[Prompt], size: int, repeats: int) -> list[Round]:
-    starts = range(0, len(prompts), size)
-    return [
-        Round(task, batch, repeat, tuple(prompts[start : start + size]), start)
-        for repeat in range(repeats)
-        for batch, start in enumerate(starts)
+def _plan(tasks: Mapping[str, tuple[Prompt, ...]], size: int, repeats: int) -> list[Round]:
+    by_task = [
+        [
+            Round(name, batch, repeat, prompts[start : start + size], start)
+            for repeat in range(repeats)
+            for batch, start in enumerate(range(0, len(prompts), size))
+        ]
+        for name, prompts in tasks.items()
     ]
-
-
-def _take_turns(by_task: Sequence[Sequence[Round]]) -> list[Round]:
     return [work for row in zip_longest(*by_task) for work in row if work is not None]

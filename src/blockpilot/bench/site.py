@@ -51,11 +51,7 @@ class Engines:
 
     @classmethod
     def build(
-        cls,
-        loaded: LoadedTarget,
-        drafters: Mapping[str, DrafterSpec],
-        config: EngineConfig,
-        costs: Path | None = None,
+        cls, loaded: LoadedTarget, drafters: Mapping[str, DrafterSpec], config: EngineConfig, costs: Path | None = None
     ) -> "Engines":
         """`costs`: step costs for pilots that weigh them, measured with the DFlash drafter."""
         device, dtype = resolve_device(config.device), getattr(torch, config.dtype)

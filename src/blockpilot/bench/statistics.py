@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,11 +40,10 @@ def add_up(answers: Sequence[Answer]) -> Measured:
     All requests of a batch start decoding in the same step, so the longest one has seen every step: its seconds are
     the batch's.
     """
-    batches: dict[int, list[Answer]] = {}
-    for answer in sorted(answers, key=lambda answer: answer.batch):
-        batches.setdefault(answer.batch, []).append(answer)
     rows = []
-    for batch in batches.values():
+    number = attrgetter("batch")
+    for _, group in groupby(sorted(answers, key=number), key=number):
+        batch = list(group)
         longest = longest_answers(batch)
         decode = sum(answer.decode_seconds for answer in longest)
         prefill = sum(answer.prefill_seconds for answer in longest)
@@ -117,12 +118,8 @@ def count_lengths(answers: Sequence[Answer]) -> Lengths:
 
 def loop_free_steps(token_ids: Sequence[int], emitted: Sequence[int]) -> list[int]:
     """The emitted lengths of the steps whose anchor stands before the first repetition."""
-    loop, anchor, steps = find_loop(token_ids), 0, []
-    for count in emitted:
-        if anchor < loop:
-            steps.append(count)
-        anchor += count
-    return steps
+    anchors, loop = accumulate(emitted, initial=0), find_loop(token_ids)
+    return [count for count, anchor in zip(emitted, anchors, strict=False) if anchor < loop]
 
 
 def count_positions(answers: Sequence[Answer]) -> dict[str, list[int]]:
@@ -137,11 +134,8 @@ def count_positions(answers: Sequence[Answer]) -> dict[str, list[int]]:
         for block, verify, emitted in steps[:-1]:
             drafted.update(range(1, min(block, verify)))
             accepted.update(range(1, emitted))
-    depth = max(drafted, default=0)
-    return {
-        "drafted": [drafted[position] for position in range(1, depth + 1)],
-        "accepted": [accepted[position] for position in range(1, depth + 1)],
-    }
+    positions = range(1, max(drafted, default=0) + 1)
+    return {"drafted": [drafted[place] for place in positions], "accepted": [accepted[place] for place in positions]}
 
 
 def split_steps(answers: Sequence[Answer]) -> dict[str, float] | None:

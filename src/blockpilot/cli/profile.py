@@ -56,12 +56,17 @@ def _measure(
     """Costs of our own engine, remembered or measured now, and the file they are in."""
     llm = _load(arguments, read_engine_config(arguments, num_slots=max(batch_sizes)), max(contexts))
 
-    from blockpilot.engine.profile import profile_path
+    from blockpilot.engine.profile import load_profile, measure, profile_key, profile_path, remember
     from blockpilot.engine.step_timing import ProfilePlan
 
     make_plan = ProfilePlan.quick if arguments.quick else ProfilePlan.full
     plan = make_plan(batch_sizes, contexts, is_gpu=llm.device_type == "cuda")
-    costs = _find_costs(llm, plan, is_forced=arguments.force)
+    costs = None if arguments.force else load_profile(profile_key(llm))
+    if costs is not None and _covers(costs, plan):
+        print_note(f"measured {costs.key.get('created')}; --force measures again")
+    else:
+        with show_counted("measured") as report:
+            costs = remember(measure(llm, plan, report))
     return costs, profile_path(dict(costs.key))
 
 
@@ -78,17 +83,6 @@ def _load(arguments: argparse.Namespace, config: EngineConfig, context: int) -> 
         length = min(context + ROOM, target.decoder.config.context_length)
         config = replace(config, context_length=length)
         return LLM(target, drafter=arguments.drafter, pilot="ar", config=config)
-
-
-def _find_costs(llm: "LLM", plan: "ProfilePlan", *, is_forced: bool) -> "StepCosts":
-    from blockpilot.engine.profile import load_profile, measure, profile_key, remember
-
-    known = None if is_forced else load_profile(profile_key(llm))
-    if known is not None and _covers(known, plan):
-        print_note(f"measured {known.key.get('created')}; --force measures again")
-        return known
-    with show_counted("measured") as report:
-        return remember(measure(llm, plan, report))
 
 
 def _covers(costs: "StepCosts", plan: "ProfilePlan") -> bool:

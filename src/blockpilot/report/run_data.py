@@ -34,24 +34,25 @@ class Run:
         return json.dumps(shown, indent=1)
 
     @property
-    def tasks(self) -> list[str]:
-        return [task for task in dict.fromkeys(row["task"] for row in self.rows) if task != MEAN]
-
-    @property
     def columns(self) -> list[str]:
         """The tasks, and their mean where there is one."""
         return list(dict.fromkeys(row["task"] for row in self.rows))
 
     @property
+    def tasks(self) -> list[str]:
+        return [task for task in self.columns if task != MEAN]
+
+    @property
     def methods(self) -> list[str]:
         return list(dict.fromkeys(row["method"] for row in self.rows))
 
-    def find(self, task: str, method: str) -> Row | None:
-        return next((row for row in self.rows if (row["task"], row["method"]) == (task, method)), None)
-
     def value(self, task: str, method: str, name: str) -> Any:
         """None where there is no such row, or the row has no such value."""
-        return (self.find(task, method) or {}).get(name)
+        return self.known(task, name).get(method)
+
+    def known(self, task: str, name: str) -> dict[str, Any]:
+        """By method, where the value is known."""
+        return {row["method"]: row[name] for row in self.rows if row["task"] == task and row.get(name) is not None}
 
     def of_method(self, method: str) -> list[Row]:
         """Its rows of single tasks."""

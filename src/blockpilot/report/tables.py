@@ -46,7 +46,10 @@ def results_table(run: Run) -> Table:
     for method in run.methods:
         cells = [Cell(method, is_label=True)]
         for task in run.columns:
-            cells += [_number(run, task, method, name, suffix) for name, suffix in (("speedup", "x"), ("tau_mean", ""))]
+            for name, suffix in (("speedup", "x"), ("tau_mean", "")):
+                known = run.known(task, name)
+                is_best = method in known and known[method] == max(known.values())
+                cells.append(Cell(_format(known.get(method), ".2f", suffix), is_best=is_best))
         rows.append(cells)
     return Table(groups, headings, rows)
 
@@ -57,15 +60,13 @@ def overview_table(runs: Sequence[Run], headings: Sequence[str]) -> Table:
     rows = []
     for run, heading in zip(runs, headings, strict=True):
         task = mean_or_only(run)
-        speeds = {method: value for method in run.methods if (value := run.value(task, method, "speedup")) is not None}
-        fixed = {method: speeds[method] for method in run.fixed_sizes.values() if method in speeds}
-        plain, auto = run.value(task, "ar", "tokens_per_second"), speeds.get("auto")
+        speeds, plain = run.known(task, "speedup"), run.value(task, "ar", "tokens_per_second")
         cells = [
             str(sum(row["num_prompts"] for row in run.of_method("ar"))),
             _EMPTY if plain is None else format_speed(plain),
-            _fastest(fixed),
+            _fastest({method: speeds[method] for method in run.fixed_sizes.values() if method in speeds}),
             _fastest(speeds),
-            _EMPTY if auto is None else f"{auto:.2f}x",
+            _format(speeds.get("auto"), ".2f", "x"),
             format_interval(run.value(task, "auto", "speedup_ci")),
         ]
         rows.append([Cell(heading, is_label=True), *map(Cell, cells)])
@@ -75,16 +76,12 @@ def overview_table(runs: Sequence[Run], headings: Sequence[str]) -> Table:
 def _fastest(speeds: Mapping[str, float]) -> str:
     if not speeds:
         return _EMPTY
-    name = max(speeds, key=lambda method: speeds[method])
+    name = max(speeds, key=speeds.__getitem__)
     return f"{name} {speeds[name]:.2f}x"
 
 
-def _number(run: Run, task: str, method: str, name: str, suffix: str) -> Cell:
-    value = run.value(task, method, name)
-    if value is None:
-        return Cell(_EMPTY)
-    others = [run.value(task, other, name) for other in run.methods]
-    return Cell(f"{value:.2f}{suffix}", is_best=value == max(v for v in others if v is not None))
+def _format(value: float | None, form: str, suffix: str = "") -> str:
+    return _EMPTY if value is None else f"{value:{form}}{suffix}"
 
 
 _DETAILS = (
@@ -114,7 +111,7 @@ def details_table(run: Run) -> Table:
         cells = [Cell(task_title(row["task"]), is_label=True), Cell(row["method"], is_label=True)]
         for name, _, form in _DETAILS:
             value = row.get(name)
-            cells.append(Cell(_EMPTY if value is None else format(value * _SCALES.get(name, 1), form)))
+            cells.append(Cell(_format(None if value is None else value * _SCALES.get(name, 1), form)))
             if name == "speedup":
                 cells.append(Cell(format_interval(row["speedup_ci"])))
         rows.append(cells)
@@ -144,7 +141,8 @@ def published_table() -> Table:
     for model, temperature, pairs in _PUBLISHED:
         cells = [Cell(model, is_label=True), Cell(str(temperature))]
         for pair in pairs:
-            cells += [Cell(_EMPTY), Cell(_EMPTY)] if pair is None else [Cell(f"{pair[0]:.2f}x"), Cell(f"{pair[1]:.2f}")]
+            speedup, tau = pair or (None, None)
+            cells += [Cell(_format(speedup, ".2f", "x")), Cell(_format(tau, ".2f"))]
         rows.append(cells)
     return Table(groups, headings, rows)
 

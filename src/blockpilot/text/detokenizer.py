@@ -103,7 +103,4 @@ class StopMatcher:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

@@ -36,11 +36,12 @@ def draw_speedups(run: Run, figure: Figure) -> None:
 
 
 def _draw_bars(axes: Axes, run: Run, task: str, methods: list[str]) -> None:
-    best = max((run.value(task, method, "speedup") or 0 for method in methods), default=0)
+    speedups = run.known(task, "speedup")
+    best = max((speedups.get(method, 0) for method in methods), default=0)
     for place, method in enumerate(methods):
-        speedup, interval = run.value(task, method, "speedup"), run.value(task, method, "speedup_ci")
-        if speedup is None:
+        if (speedup := speedups.get(method)) is None:
             continue
+        interval = run.value(task, method, "speedup_ci")
         colour, hatch = style.family(method)
         axes.barh(place, speedup, color=colour, hatch=hatch, edgecolor="#333333", linewidth=0.5, height=0.72)
         end = speedup
@@ -86,8 +87,8 @@ def draw_speed_by_size(run: Run, figure: Figure) -> None:
 
 def _other_speeds(run: Run, column: str) -> dict[str, float]:
     """Methods that are no fixed chains, the fastest first: so the legend has the order of the lines."""
-    speeds = {method: run.value(column, method, "tokens_per_second") for method in run.methods}
-    found = {m: s for m, s in speeds.items() if s is not None and not m.startswith("dflash:")}
+    speeds = run.known(column, "tokens_per_second")
+    found = {method: speed for method, speed in speeds.items() if not method.startswith("dflash:")}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 

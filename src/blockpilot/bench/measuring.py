@@ -7,7 +7,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,6 @@ class Asker:
 
     def __init__(self, engines: "Engines", config: BenchConfig) -> None:
         self.engines, self.config = engines, config
-        self.memory = _PeakMemory(engines.plain.device_type)
 
     def warm_up(
         self, method: Method, prompts: Sequence[Prompt], report: Callable[[int], None] = lambda num_requests: None
@@ -80,9 +79,9 @@ class Asker:
             rows = [row for row, prompt in enumerate(work.prompts) if turn < len(prompt.turns)]
             prompt_ids = [encode_turn(llm.tokenizer, work.prompts[row], replies[row]) for row in rows]
             params = [self.config.params(seeds[row]) for row in rows]
-            self.memory.start()
+            _reset_peak(llm.device_type)
             completions = llm.generate(prompt_ids, params, pilot=method.pilot)
-            peak = self.memory.read()
+            peak = _read_peak(llm.device_type)
             llm.engine.settle()  # a step begun in vain must not delay who comes next
             for row, completion in zip(rows, completions, strict=True):
                 replies[row].append(completion.text)
@@ -92,7 +91,8 @@ class Asker:
 
 def _record(work: Round, row: int, *, turn: int, method: str, completion: Completion, peak: int) -> Answer:
     steps = completion.steps
-    told = ("token_ids", "text", "num_prompt_tokens", "finish_reason", "prefill_seconds", "decode_seconds")
+    told = ("token_ids", "text", "num_prompt_tokens", "finish_reason")
+    timed = ("prefill_seconds", "decode_seconds", "pilot_seconds")
     return Answer(
         task=work.task,
         prompt_id=work.prompts[row].id,
@@ -100,13 +100,12 @@ def _record(work: Round, row: int, *, turn: int, method: str, completion: Comple
         turn=turn,
         repeat=work.repeat,
         method=method,
-        **{name: getattr(completion, name) for name in told},
+        **{name: getattr(completion, name) for name in (*told, *timed)},
         block_sizes=[step.block_size for step in steps],
         verify_sizes=[step.verify_size for step in steps],
         emitted=[step.emitted for step in steps],
         draft_seconds=sum(step.draft_seconds for step in steps),
         verify_seconds=sum(step.verify_seconds for step in steps),
-        pilot_seconds=completion.pilot_seconds,
         peak_memory_bytes=peak,
     )
 
@@ -210,31 +209,23 @@ def explain_shortage(error: RuntimeError | MemoryError) -> str:
     return f"out of memory: {' '.join(str(error).split())[:200]}"
 
 
-class _PeakMemory:
-    """Of the device on a GPU, of this process on a CPU.
+def _reset_peak(device_type: str) -> None:
+    """Set back the high-water mark of memory: of the device on a GPU, of this process on Linux; elsewhere it only
+    rises."""
+    if device_type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return
+    with suppress(OSError):  # no such file here, or not allowed
+        _CLEAR.write_text("5", encoding="ascii")
 
-    On Linux the process's high-water mark is set back at every start; elsewhere it is that of the whole run.
-    """
 
-    def __init__(self, device_type: str) -> None:
-        self.is_cuda = device_type == "cuda"
-
-    def start(self) -> None:
-        if self.is_cuda:
-            torch.cuda.reset_peak_memory_stats()
-            return
-        try:
-            _CLEAR.write_text("5", encoding="ascii")
-        except OSError:
-            return  # no such file here, or not allowed: the mark only rises
-
-    def read(self) -> int:
-        """Bytes."""
-        if self.is_cuda:
-            return int(torch.cuda.max_memory_allocated())
-        try:
-            lines = _STATUS.read_text(encoding="utf-8").splitlines()
-            return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-        except (OSError, StopIteration):
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            return peak if sys.platform == "darwin" else 1024 * peak
+def _read_peak(device_type: str) -> int:
+    """Bytes."""
+    if device_type == "cuda":
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        lines = _STATUS.read_text(encoding="utf-8").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else 1024 * peak

@@ -105,11 +105,8 @@ class BenchSetup:
 
 
 class Site(Protocol):
-    @property
-    def fit(self) -> Fit: ...
-
-    @property
-    def description(self) -> dict[str, Any]: ...
+    fit: Fit
+    description: dict[str, Any]
 
     def make_measurer(self, progress: Progress) -> Measurer: ...
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockpilot.cli import options
-from blockpilot.cli.console import ProgressLines, print_json, show_progress
+from blockpilot.cli.console import ProgressLines, print_result, show_progress
 from blockpilot.core.config import EngineConfig, device_type
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import hash_file
@@ -63,7 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
     engine_config = options.read_engine_config(arguments, num_slots=NUM_SLOTS[device_type(arguments.device)])
     arguments.drafter = _choose_drafter(arguments.drafter, arguments.target)
     collect = _collect_here if arguments.ray is None else _collect_on_ray
-    _print_result(arguments, collect(arguments, engine_config, _choose_prompts(arguments), config))
+    manifest = collect(arguments, engine_config, _choose_prompts(arguments), config)
+    keys = ("num_traces", "num_shards", "num_answer_tokens", "num_disagreements", "is_estimate")
+    found = {key: manifest[key] for key in keys}
+    kind = "estimated traces" if found["is_estimate"] else "traces"
+    line = f"{found['num_traces']:,} {kind} with {found['num_answer_tokens']:,} answer tokens in {arguments.out}"
+    print_result({"out": str(arguments.out), **found}, line, is_json=arguments.json)
     return 0
 
 
@@ -94,16 +99,6 @@ def _collect_on_ray(
         source=_describe_source(arguments),
     )
     return collect_on_ray(job, options.cluster_options(arguments), out=arguments.out, report=ProgressLines()).manifest
-
-
-def _print_result(arguments: argparse.Namespace, manifest: dict[str, Any]) -> None:
-    keys = ("num_traces", "num_shards", "num_answer_tokens", "num_disagreements", "is_estimate")
-    found = {key: manifest[key] for key in keys}
-    if arguments.json:
-        print_json({"out": str(arguments.out), **found})
-        return
-    kind = "estimated traces" if found["is_estimate"] else "traces"
-    print(f"{found['num_traces']:,} {kind} with {found['num_answer_tokens']:,} answer tokens in {arguments.out}")
 
 
 def _build_config(arguments: argparse.Namespace) -> "CollectConfig":

@@ -25,6 +25,14 @@ def print_json(value: Mapping[str, Any]) -> None:
     print(json.dumps(value))
 
 
+def print_result(value: Mapping[str, Any], *lines: str, is_json: bool) -> None:
+    """What a command found out: one JSON object, or the lines that say it to people."""
+    if is_json:
+        print_json(value)
+    else:
+        print(*lines, sep="\n")
+
+
 def print_note(message: str) -> None:
     """A line for people, on standard error."""
     from rich.console import Console

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from blockpilot.cli.console import format_megabytes, print_columns, print_json, show_progress
+from blockpilot.cli.console import format_megabytes, print_columns, print_json, print_result, show_progress
 
 ACTIONS = {
     "list": "show every model known by name",
@@ -32,22 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    run_action = {"list": _list, "fetch": _fetch, "verify": _verify, "export": _export}[arguments.action]
-    value, message = run_action(arguments)
-    if arguments.json:
-        print_json(value)
-    elif isinstance(message, str):
-        print(message)
+    if arguments.action == "list":
+        _list(is_json=arguments.json)
     else:
-        print_columns(message)
+        value, line = {"fetch": _fetch, "verify": _verify, "export": _export}[arguments.action](arguments)
+        print_result(value, line, is_json=arguments.json)
     return 0
 
 
-Result = tuple[dict[str, Any], str | dict[str, list[str]]]  # as JSON; for people, a line or a table
-
-
-def _list(arguments: argparse.Namespace) -> Result:
+def _list(*, is_json: bool) -> None:
     rows = _known_models()
+    if is_json:
+        print_json({"models": rows})
+        return
     columns = {
         "name": [row["name"] for row in rows],
         "kind": [row["kind"] for row in rows],
@@ -55,10 +52,10 @@ def _list(arguments: argparse.Namespace) -> Result:
         "cached": ["yes" if row["cached"] else "no" for row in rows],
         "path": [row["path"] or "-" for row in rows],
     }
-    return {"models": rows}, columns
+    print_columns(columns)
 
 
-def _fetch(arguments: argparse.Namespace) -> Result:
+def _fetch(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from blockpilot.models.presets import fetch_preset
     from blockpilot.models.shipped import shipped_folder
 
@@ -70,7 +67,7 @@ def _fetch(arguments: argparse.Namespace) -> Result:
     return _find_row(name), f"{name} is at {path}"
 
 
-def _verify(arguments: argparse.Namespace) -> Result:
+def _verify(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from blockpilot.models.presets import verify_preset
     from blockpilot.models.shipped import shipped_folder, verify_shipped
 
@@ -80,7 +77,7 @@ def _verify(arguments: argparse.Namespace) -> Result:
     return _find_row(name), f"{name} is unharmed at {path}"
 
 
-def _export(arguments: argparse.Namespace) -> Result:
+def _export(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from blockpilot.models.shipped import shipped_folder
 
     name, is_drafter = arguments.name, shipped_folder(arguments.name) is not None

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockpilot.cli.console import ProgressLines, print_json, show_progress
+from blockpilot.cli.console import ProgressLines, print_result, show_progress
 from blockpilot.cli.options import add_option, add_target_options, read_list
 from blockpilot.core.errors import InputError
 
@@ -45,10 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     manifest = synthesize(config, target, arguments.out, ProgressLines()).read_manifest() or {}
     counts = {key: manifest[key] for key in ("num_texts", "num_answer_tokens", "num_shards")}
-    if arguments.json:
-        print_json({"out": str(arguments.out), **counts})
-    else:
-        print(f"{counts['num_texts']:,} texts with {counts['num_answer_tokens']:,} answer tokens in {arguments.out}")
+    line = f"{counts['num_texts']:,} texts with {counts['num_answer_tokens']:,} answer tokens in {arguments.out}"
+    print_result({"out": str(arguments.out), **counts}, line, is_json=arguments.json)
     return 0
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockpilot.cli.console import print_json, show_progress
+from blockpilot.cli.console import print_result, show_progress
 from blockpilot.cli.options import Options, add_option, add_target_options, read_count, read_fields, read_list
 
 if TYPE_CHECKING:
@@ -67,12 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress
         )
     summary = train_drafter(settings, target, data=arguments.data, out=arguments.out, report=_print_row)
-    if int(os.environ.get("RANK", "0")):
-        return 0  # torchrun: the first process speaks for all
-    if arguments.json:
-        print_json(summary)
-    else:
-        print(f"the drafter is in {summary['drafter']}")
+    if int(os.environ.get("RANK", "0")) == 0:  # torchrun: the first process speaks for all
+        print_result(summary, f"the drafter is in {summary['drafter']}", is_json=arguments.json)
     return 0
 
 

@@ -18,7 +18,7 @@ from typing import IO, Any
 from blockpilot.core.errors import InputError
 
 SPLITS = ("test", "calibration", "all")
-_OPENERS: dict[str, Callable[..., IO[bytes]]] = {".gz": gzip.open, ".xz": lzma.open}
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 _KEYS = ("prompt", "text", "question", "instruction")
 
 

@@ -80,9 +80,8 @@ def estimate(tasks: Sequence[TaskPrompts], config: BenchConfig, device: str) -> 
     rate = _RATES[device_type(device)]
     num_answers, num_characters = 0, 0
     for task in tasks:
-        parts = [(task.prompts[: config.num_prompts or None], len(config.methods) * config.repeats)]
-        parts.append((task.calibration[: config.num_calibration], len(BEST_FIXED_SIZES)))
-        for prompts, times in parts:
+        measured = task.prompts[: config.num_prompts or None], len(config.methods) * config.repeats
+        for prompts, times in (measured, (task.calibration[: config.num_calibration], len(BEST_FIXED_SIZES))):
             turns = [turn for prompt in prompts for turn in prompt.turns]
             num_answers += times * len(turns)
             num_characters += times * sum(map(len, turns))

@@ -7,7 +7,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,12 +73,12 @@ class Asker:
     def ask(self, work: Round, method: Method) -> list[Answer]:
         """Every turn of the round's prompts; those that have a next turn go on together."""
         llm = self.engines.of(method)
-        seeds, replies = work.seeds(self.config.seed), [list[str]() for _ in work.prompts]
+        replies = [list[str]() for _ in work.prompts]
         answers: list[Answer] = []
         for turn in range(max(len(prompt.turns) for prompt in work.prompts)):
             rows = [row for row, prompt in enumerate(work.prompts) if turn < len(prompt.turns)]
             prompt_ids = [encode_turn(llm.tokenizer, work.prompts[row], replies[row]) for row in rows]
-            params = [self.config.params(seeds[row]) for row in rows]
+            params = [self.config.params(self.config.seed + work.first_place + row) for row in rows]
             _reset_peak(llm.device_type)
             completions = llm.generate(prompt_ids, params, pilot=method.pilot)
             peak = _read_peak(llm.device_type)
@@ -146,17 +146,24 @@ class LocalMeasurer(Measurer):
     def measure_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], file: AnswersFile) -> None:
         self.warm_up(methods, rounds)
         self.progress.start()
-        with _short_collections():
+        gc.collect()
+        gc.freeze()  # collections pass over what is there now: looking at all of it takes long, and someone is timed
+        try:
             for work in rounds:
-                if work.task in self.left_out:
-                    self.progress.skip(work.num_answers * len(methods))
-                    continue
-                try:
-                    for answers in self.answer_round(work, methods):
-                        file.append(answers)
-                        self.progress.advance(f"{work.task}, {answers[0].method}", len(answers))
-                except (RuntimeError, MemoryError) as error:
-                    self.leave_out(work.task, explain_shortage(error))
+                self._measure_round(work, methods, file)
+        finally:
+            gc.unfreeze()
+
+    def _measure_round(self, work: Round, methods: Sequence[Method], file: AnswersFile) -> None:
+        if work.task in self.left_out:
+            self.progress.skip(work.num_answers * len(methods))
+            return
+        try:
+            for answers in self.answer_round(work, methods):
+                file.append(answers)
+                self.progress.advance(f"{work.task}, {answers[0].method}", len(answers))
+        except (RuntimeError, MemoryError) as error:
+            self.leave_out(work.task, explain_shortage(error))
 
     def warm_up(self, methods: Sequence[Method], rounds: Sequence[Round]) -> None:
         """Where memory is short already, the rounds will tell which task does not fit.
@@ -183,17 +190,6 @@ class LocalMeasurer(Measurer):
         """The answers of one method after the other."""
         for method in work.shuffle(methods, self.seed):
             yield self.asker.ask(work, method)
-
-
-@contextmanager
-def _short_collections() -> Iterator[None]:
-    """Garbage collection passes over what is there now. It takes long to look at all of it, and someone is timed."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def explain_shortage(error: RuntimeError | MemoryError) -> str:

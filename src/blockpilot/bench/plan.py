@@ -36,9 +36,6 @@ class Round:
         """Of one method."""
         return sum(len(prompt.turns) for prompt in self.prompts)
 
-    def seeds(self, seed: int) -> list[int]:
-        return [seed + self.first_place + place for place in range(len(self.prompts))]
-
     def shuffle(self, methods: Sequence[Method], seed: int) -> list[Method]:
         """An order of its own, so that drift of the machine hits all methods alike."""
         order = random.Random(f"{seed} {self.task} {self.batch} {self.repeat}")

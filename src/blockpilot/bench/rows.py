@@ -97,7 +97,9 @@ def build_rows(
             num_near_ties = sum(one.is_near_tie for one in odd)
             row |= {"mismatches": len(odd) - num_near_ties, "near_ties": num_near_ties}
             row |= {"manifest": facts.manifest, "largest_gap": _largest(one.best_gap for one in odd)}
-            row |= speeds.over_references([task], method) | _describe(found) | _score(scores.get((task, method), ()))
+            row |= speeds.over_references([task], method) | _describe(found)
+            results = scores.get((task, method), ())  # none where the task cannot be scored
+            row |= {"score": mean(results), "num_scored": len(results)}
             rows.append(row | {"best_fixed_of_task": best_fixed, "per_prompt": _per_prompt(found)})
     if len(facts.tasks) > 1:
         rows += [_mean_row([row for row in rows if row["method"] == method], speeds) for method in facts.methods]
@@ -135,11 +137,6 @@ def _describe(found: Sequence[Answer]) -> Row:
         "time_to_first_token": mean(answer.prefill_seconds for answer in longest_answers(found)),
         "peak_memory_bytes": max((answer.peak_memory_bytes for answer in found), default=None),
     }
-
-
-def _score(results: Sequence[bool]) -> Row:
-    """Share of right answers, where the task can be scored."""
-    return {"score": mean(results), "num_scored": len(results)}
 
 
 def _per_prompt(found: Sequence[Answer]) -> list[Row]:

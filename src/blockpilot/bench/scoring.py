@@ -58,8 +58,7 @@ def _judge(task: str, text: str, prompt: Prompt) -> bool:
 
 def _extract_code(text: str) -> str:
     """The first fenced block, or everything."""
-    match = _FENCE.search(text)
-    return match[1] if match else text
+    return match[1] if (match := _FENCE.search(text)) else text
 
 
 def humaneval_program(text: str, meta: Mapping[str, Any]) -> str:

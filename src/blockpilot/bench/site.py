@@ -35,7 +35,7 @@ from blockpilot.text.detokenizer import IncrementalDetokenizer
 from blockpilot.text.tokenizer import Tokenizer
 
 _MAX_PROMPT_CHARACTERS = 2000  # of a sample
-DrafterSpec = str | Drafter | DFlash | Eagle3
+_DrafterSpec = str | Drafter | DFlash | Eagle3
 _KINDS = {"dflash": DFlashDrafter, "eagle3": Eagle3Drafter}
 
 
@@ -51,7 +51,7 @@ class Engines:
 
     @classmethod
     def build(
-        cls, loaded: LoadedTarget, drafters: Mapping[str, DrafterSpec], config: EngineConfig, costs: Path | None = None
+        cls, loaded: LoadedTarget, drafters: Mapping[str, _DrafterSpec], config: EngineConfig, costs: Path | None = None
     ) -> "Engines":
         """`costs`: step costs for pilots that weigh them, measured with the DFlash drafter."""
         device, dtype = resolve_device(config.device), getattr(torch, config.dtype)
@@ -83,7 +83,7 @@ class Engines:
         return self.llms[method.drafter]
 
 
-def _check_kind(kind: str, spec: DrafterSpec, built: Drafter | None) -> None:
+def _check_kind(kind: str, spec: _DrafterSpec, built: Drafter | None) -> None:
     if isinstance(spec, str) and kind in _KINDS and not isinstance(built, _KINDS[kind]):
         raise InputError(f"{DRAFTER_OPTIONS[kind]} {spec} is no {kind} drafter")
 
@@ -96,7 +96,7 @@ class BenchSetup:
     methods: tuple[Method, ...]
     tasks: tuple[TaskPrompts, ...]
     target: LoadedTarget | str
-    drafters: Mapping[str, DrafterSpec]  # by kind: dflash, eagle3, ngram
+    drafters: Mapping[str, _DrafterSpec]  # by kind: dflash, eagle3, ngram
     device: str = "cpu"
     dtype: str = "float32"
     linear_backend: str = "auto"
@@ -126,7 +126,15 @@ class LocalSite:
             target = load_target(target, getattr(torch, setup.dtype))
         self.config, self.tokenizer = setup.config, target.tokenizer
         self.fit = fit_prompts(setup.tasks, self.tokenizer, setup.config, target.decoder.config.context_length)
-        self.engines = Engines.build(target, setup.drafters, _engine_config(setup, self.fit), setup.costs)
+        engine_config = EngineConfig(
+            device=setup.device,
+            dtype=setup.dtype,
+            num_slots=setup.config.concurrency,
+            token_budget=self.fit.token_budget(setup.config.concurrency),
+            context_length=self.fit.context_length,
+            linear_backend=setup.linear_backend,
+        )
+        self.engines = Engines.build(target, setup.drafters, engine_config, setup.costs)
         self.description = describe_run(setup.config, setup.methods, self.fit.tasks, self.engines, setup.drafters)
         self.asker = Asker(self.engines, setup.config)
 
@@ -148,14 +156,18 @@ class LocalSite:
             plain = next((answer for answer in found if answer.method == "ar"), None)
             if plain is None:
                 continue
-            same = [answer for answer in found if answer.token_ids == plain.token_ids]
+            steps = {
+                answer.method: {name: getattr(answer, name) for name in ("block_sizes", "verify_sizes", "emitted")}
+                for answer in found
+                if answer.token_ids == plain.token_ids
+            }
             samples.append(
                 {
                     "task": task.name,
                     "prompt_id": prompt.id,
                     "prompt": prompt.text[:_MAX_PROMPT_CHARACTERS],
                     "pieces": _split_text(plain.token_ids, self.tokenizer),
-                    "steps": {answer.method: _describe_steps(answer) for answer in same},
+                    "steps": steps,
                 }
             )
         return samples
@@ -165,17 +177,6 @@ class LocalSite:
         return self.engines.llms["dflash"].costs.to_dict()
 
 
-def _engine_config(setup: BenchSetup, fit: Fit) -> EngineConfig:
-    return EngineConfig(
-        device=setup.device,
-        dtype=setup.dtype,
-        num_slots=setup.config.concurrency,
-        token_budget=fit.token_budget(setup.config.concurrency),
-        context_length=fit.context_length,
-        linear_backend=setup.linear_backend,
-    )
-
-
 def _split_text(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
     """What every token adds to the text; a character spread over several tokens comes with the last of them."""
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -183,7 +184,3 @@ def _split_text(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
     if pieces:
         pieces[-1] += detokenizer.flush()
     return pieces
-
-
-def _describe_steps(answer: Answer) -> dict[str, list[int]]:
-    return {"block_sizes": answer.block_sizes, "verify_sizes": answer.verify_sizes, "emitted": answer.emitted}

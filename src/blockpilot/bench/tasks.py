@@ -16,7 +16,7 @@ from blockpilot.text.prompts import Prompt, read_prompts
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "prompts"
 _SUFFIXES = (".jsonl.gz", ".jsonl.xz", ".jsonl")
-SkipBad = Callable[[InputError], None]
+_SkipBad = Callable[[InputError], None]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def default_tasks(data: Path | None) -> tuple[str, ...]:
     return tuple(name for name, task in TASKS.items() if (task.is_shipped if data is None else _find(data, task)))
 
 
-def read_task(name: str, *, data: Path | None, split: str, skip_bad: SkipBad | None = None) -> TaskPrompts:
+def read_task(name: str, *, data: Path | None, split: str, skip_bad: _SkipBad | None = None) -> TaskPrompts:
     """A known set, from `data` or as it ships."""
     task = TASKS.get(name)
     if task is None:
@@ -67,7 +67,7 @@ def read_task(name: str, *, data: Path | None, split: str, skip_bad: SkipBad | N
     return read_file(path, name=name, split=split, skip_bad=skip_bad)
 
 
-def read_file(path: Path, *, name: str | None = None, split: str, skip_bad: SkipBad | None = None) -> TaskPrompts:
+def read_file(path: Path, *, name: str | None = None, split: str, skip_bad: _SkipBad | None = None) -> TaskPrompts:
     """The prompts of a file; a file of the user's own is a task named by its stem."""
     name = path.name.split(".")[0] if name is None else name
     prompts = sort_prompts(read_prompts(path, skip_bad=skip_bad))

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from blockpilot.bench.run import BenchResult
     from blockpilot.bench.site import BenchSetup
 
-Row = Mapping[str, Any]
-DEFAULTS = BenchConfig(tasks=("-",), methods=("ar",))
+_Row = Mapping[str, Any]
+_DEFAULTS = BenchConfig(tasks=("-",), methods=("ar",))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,16 +50,16 @@ def _add_work_options(group: options.Options) -> None:
     prompts_help = "your own prompts, .jsonl or .txt; the task is named after the file; may be given more than once"
     add("--prompts", type=Path, action="append", default=[], metavar="FILE", help=prompts_help)
     add("--skip-bad", action="store_true", help="leave out malformed lines of prompt files")
-    options.add_option(group, "--split", DEFAULTS.split, "which prompts, by the rule on ids", choices=SPLITS)
-    add("--num-prompts", type=int, metavar="N", help=f"per task; 0: all (default: {DEFAULTS.num_prompts})")
-    tokens_help = f"most tokens of an answer (default: {DEFAULTS.max_new_tokens})"
+    options.add_option(group, "--split", _DEFAULTS.split, "which prompts, by the rule on ids", choices=SPLITS)
+    add("--num-prompts", type=int, metavar="N", help=f"per task; 0: all (default: {_DEFAULTS.num_prompts})")
+    tokens_help = f"most tokens of an answer (default: {_DEFAULTS.max_new_tokens})"
     add("--max-new-tokens", type=int, metavar="N", help=tokens_help)
-    options.add_option(group, "--temperature", DEFAULTS.temperature, "0 is greedy", metavar="T")
-    options.add_option(group, "--seed", DEFAULTS.seed, "of sampling and of the order")
-    options.add_option(group, "--repeats", DEFAULTS.repeats, "times every prompt is measured")
-    options.add_option(group, "--concurrency", DEFAULTS.concurrency, "prompts answered at once")
+    options.add_option(group, "--temperature", _DEFAULTS.temperature, "0 is greedy", metavar="T")
+    options.add_option(group, "--seed", _DEFAULTS.seed, "of sampling and of the order")
+    options.add_option(group, "--repeats", _DEFAULTS.repeats, "times every prompt is measured")
+    options.add_option(group, "--concurrency", _DEFAULTS.concurrency, "prompts answered at once")
     calibration_help = "calibration prompts per task for best-fixed"
-    options.add_option(group, "--calibration-prompts", DEFAULTS.calibration_prompts, calibration_help)
+    options.add_option(group, "--calibration-prompts", _DEFAULTS.calibration_prompts, calibration_help)
     score_help = "run the programs of humaneval and mbpp answers, confined but on this machine"
     add("--score-code", action="store_true", help=score_help)
 
@@ -72,11 +72,12 @@ def _add_model_options(group: options.Options) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from blockpilot.bench.methods import choose_drafters
+    from blockpilot.bench.methods import choose_drafters, parse_methods
 
     options.check_ray(arguments)
     engine_config = options.read_engine_config(arguments)
-    methods = _choose_methods(arguments)
+    names = _usual_methods(arguments) if arguments.methods is None else _read_names(arguments.methods, "--methods")
+    methods = parse_methods(names, device=arguments.device, target=arguments.target, pilot_folder=arguments.pilot_file)
     tasks = _read_tasks(arguments)
     config = _build_config(arguments, methods, tasks)
     drafters = choose_drafters(methods, arguments.target, {"dflash": arguments.drafter, "eagle3": arguments.eagle3})
@@ -132,13 +133,6 @@ def _bench_on_ray(arguments: argparse.Namespace, setup: "BenchSetup", out: Path)
         return bench_on_ray(setup, cluster, out=out, report=report)
 
 
-def _choose_methods(arguments: argparse.Namespace) -> "tuple[Method, ...]":
-    from blockpilot.bench.methods import parse_methods
-
-    names = _usual_methods(arguments) if arguments.methods is None else _read_names(arguments.methods, "--methods")
-    return parse_methods(names, device=arguments.device, target=arguments.target, pilot_folder=arguments.pilot_file)
-
-
 def _usual_methods(arguments: argparse.Namespace) -> list[str]:
     """Those of the defaults for which everything is at hand."""
     from blockpilot.bench.methods import DEFAULT_METHODS, PAPER, find_paper_pilot, shipped_of_kind
@@ -153,8 +147,8 @@ def _usual_methods(arguments: argparse.Namespace) -> list[str]:
     if arguments.eagle3 == "auto" and shipped_of_kind("eagle3", arguments.target) is None:
         left_out = [name for name in names if name.startswith("eagle3")]
         names = [name for name in names if name not in left_out]
-        reason = f"no EAGLE-3 drafter ships for {arguments.target}; give one with --eagle3"
-        print_note(f"left out: {', '.join(left_out)}: {reason}")
+        named = ", ".join(left_out)
+        print_note(f"left out: {named}: no EAGLE-3 drafter ships for {arguments.target}; give one with --eagle3")
     return names
 
 
@@ -179,7 +173,7 @@ def _build_config(
 ) -> BenchConfig:
     given = {name: value for name, value in options.read_fields(BenchConfig, arguments).items() if value is not None}
     names = {"tasks": tuple(task.name for task in tasks), "methods": tuple(method.name for method in methods)}
-    return dataclasses.replace(QUICK if arguments.quick else DEFAULTS, **given | names)
+    return dataclasses.replace(QUICK if arguments.quick else _DEFAULTS, **given | names)
 
 
 def _read_names(text: str, flag: str) -> list[str]:
@@ -208,8 +202,7 @@ def _print_plan(arguments: argparse.Namespace, config: BenchConfig, tasks: tuple
 
 
 def _print_result(result: "BenchResult", out: Path, *, is_json: bool) -> None:
-    left_out: dict[str, Any] = result.manifest["left_out_tasks"]
-    for task, reason in left_out.items():
+    for task, reason in result.manifest["left_out_tasks"].items():
         print_note(f"task {task} has no results: {reason}")
     if is_json:
         print_json({"out": str(out), "rows": result.rows, "manifest": result.manifest})
@@ -218,7 +211,7 @@ def _print_result(result: "BenchResult", out: Path, *, is_json: bool) -> None:
     print_note(f"results are in {out}; `blockpilot report {out}` draws them")
 
 
-def _print_rows(rows: Sequence[Row]) -> None:
+def _print_rows(rows: Sequence[_Row]) -> None:
     """Methods down, tasks across, speedup and tau in each cell; the best of each column is bold."""
     tasks, methods = (list(dict.fromkeys(row[name] for row in rows)) for name in ("task", "method"))
     cells = {(row["task"], row["method"]): row for row in rows}
@@ -231,7 +224,7 @@ def _print_rows(rows: Sequence[Row]) -> None:
     print_table(table, _summary(rows))
 
 
-def _cell(cells: Mapping[tuple[str, str], Row], task: str, method: str, methods: Sequence[str]) -> str:
+def _cell(cells: Mapping[tuple[str, str], _Row], task: str, method: str, methods: Sequence[str]) -> str:
     parts = []
     for name, width in (("speedup", 7), ("tau_mean", 4)):
         value = cells[task, method][name]
@@ -241,7 +234,7 @@ def _cell(cells: Mapping[tuple[str, str], Row], task: str, method: str, methods:
     return " ".join(parts)
 
 
-def _summary(rows: Sequence[Row]) -> str:
+def _summary(rows: Sequence[_Row]) -> str:
     tasks = [row for row in rows if row["task"] != "mean"]
     mismatches, near_ties = (sum(row[name] for row in tasks) for name in ("mismatches", "near_ties"))
     plain = [row for row in tasks if row["method"] == "ar"]

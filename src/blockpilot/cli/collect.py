@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from blockpilot.replay.collect import PlacedPrompt
     from blockpilot.replay.config import CollectConfig
 
-NO_DFLASH = ("ngram", "none")
-SHARD_SIZES = {"cpu": 16, "cuda": 64}
-NUM_SLOTS = {"cpu": 8, "cuda": 32}
+_NO_DFLASH = ("ngram", "none")
+_SHARD_SIZES = {"cpu": 16, "cuda": 64}
+_NUM_SLOTS = {"cpu": 8, "cuda": 32}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def _add_record_options(group: options.Options) -> None:
 def run(arguments: argparse.Namespace) -> int:
     options.check_ray(arguments)
     config = _build_config(arguments)
-    engine_config = options.read_engine_config(arguments, num_slots=NUM_SLOTS[device_type(arguments.device)])
+    engine_config = options.read_engine_config(arguments, num_slots=_NUM_SLOTS[device_type(arguments.device)])
     arguments.drafter = _choose_drafter(arguments.drafter, arguments.target)
     collect = _collect_here if arguments.ray is None else _collect_on_ray
     manifest = collect(arguments, engine_config, _choose_prompts(arguments), config)
@@ -113,7 +113,7 @@ def _build_config(arguments: argparse.Namespace) -> "CollectConfig":
         draft_sizes = tuple(size for size in DEFAULT_DRAFT_SIZES if size in sizes)
     given = {"sizes": sizes, "draft_sizes": draft_sizes, "num_candidates": arguments.candidates}
     if arguments.shard_size is None:
-        given["shard_size"] = SHARD_SIZES[device_type(arguments.device)]
+        given["shard_size"] = _SHARD_SIZES[device_type(arguments.device)]
     return CollectConfig(**options.read_fields(CollectConfig, arguments) | given)
 
 
@@ -135,7 +135,7 @@ def _read_range(text: str) -> range:
 def _choose_drafter(spec: str, target: str) -> str:
     from blockpilot.models.shipped import shipped_drafter
 
-    if spec in NO_DFLASH:
+    if spec in _NO_DFLASH:
         raise InputError(f"replay needs a DFlash drafter, got {spec}: give --drafter a DFlash folder or hub id")
     if spec != "auto":
         return spec

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-SECONDS_BETWEEN_LINES = 5.0  # of a log
+_SECONDS_BETWEEN_LINES = 5.0  # of a log
 Report = Callable[[str, int, int], None]  # (message, done, in all); downloads count bytes
 
 
@@ -118,7 +118,7 @@ class ProgressLines:
 
     def __call__(self, message: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if done >= total or now - self.last > SECONDS_BETWEEN_LINES:
+        if done >= total or now - self.last > _SECONDS_BETWEEN_LINES:
             self.last = now
             print(self.form.format(message=message, done=done, total=total), file=sys.stderr, flush=True)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from blockpilot.cli.console import format_megabytes, print_columns, print_json, print_result, show_progress
 
-ACTIONS = {
+_ACTIONS = {
     "list": "show every model known by name",
     "fetch": "download a model unless it is here already",
     "verify": "compute a model's checksum again and compare",
@@ -16,7 +16,7 @@ ACTIONS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, title="actions")
-    for name, purpose in ACTIONS.items():
+    for name, purpose in _ACTIONS.items():
         action = actions.add_parser(
             name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.", allow_abbrev=False
         )

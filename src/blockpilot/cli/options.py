@@ -12,7 +12,7 @@ from blockpilot.core.errors import InputError
 if TYPE_CHECKING:
     from blockpilot.integrations.ray.cluster import ClusterOptions
 
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 Options = argparse._ActionsContainer  # a parser, or a group of its options
 DEFAULT_TARGET = "smollm2-135m"
 
@@ -44,11 +44,10 @@ def read_fields(config_class: Any, arguments: argparse.Namespace) -> dict[str, A
 
 
 def read_engine_config(arguments: argparse.Namespace, **more: Any) -> EngineConfig:
-    dtype = arguments.dtype or default_dtype(arguments.device)
-    return EngineConfig(device=arguments.device, dtype=dtype, **more)
+    return EngineConfig(device=arguments.device, dtype=arguments.dtype or default_dtype(arguments.device), **more)
 
 
-def read_list(text: str, flag: str, read: Callable[[str], Value], advice: str) -> list[Value]:
+def read_list(text: str, flag: str, read: Callable[[str], _Value], advice: str) -> list[_Value]:
     """Values separated by commas; `read` raises ValueError for what is none."""
     try:
         return [read(part) for part in text.split(",")]

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from blockpilot.pilots.cost_model import CostPoint, StepCosts
 
 BATCH_SIZES = {"cpu": "1", "cuda": "1,4,16,64"}  # what engines of up to 64 slots ask for
-ROOM = 2 * MAX_TREE_NODES  # tokens behind the longest context; slots of a target's whole context may not fit 64 times
-VLLM_DRAFT_TOKENS = 15
-VLLM_ROOM = 512  # tokens beyond the context
+_ROOM = 2 * MAX_TREE_NODES  # tokens behind the longest context; slots of a target's whole context may not fit 64 times
+_VLLM_DRAFT_TOKENS = 15
+_VLLM_ROOM = 512  # tokens beyond the context
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def _load(arguments: argparse.Namespace, config: EngineConfig, context: int) -> 
 
         resolve_device(config.device)
         target = load_target(arguments.target, getattr(torch, config.dtype), progress)
-        length = min(context + ROOM, target.decoder.config.context_length)
+        length = min(context + _ROOM, target.decoder.config.context_length)
         config = replace(config, context_length=length)
         return LLM(target, drafter=arguments.drafter, pilot="ar", config=config)
 
@@ -166,10 +166,10 @@ def vllm_options(arguments: argparse.Namespace, batch_size: int, context: int) -
         "model": arguments.target,
         "dtype": arguments.dtype or default_dtype(arguments.device),
         "max_num_seqs": batch_size,
-        "max_model_len": context + VLLM_ROOM,
+        "max_model_len": context + _VLLM_ROOM,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
-        "speculative_config": {"method": "dflash", "model": drafter, "num_speculative_tokens": VLLM_DRAFT_TOKENS},
+        "speculative_config": {"method": "dflash", "model": drafter, "num_speculative_tokens": _VLLM_DRAFT_TOKENS},
         "additional_config": {"blockpilot": "fixed:1"},
     }
     return options | given

@@ -11,7 +11,7 @@ from blockpilot.core.errors import InputError
 if TYPE_CHECKING:
     from blockpilot.training.synthesis import SynthesisConfig
 
-LEAST = {"num_prompts": 0, "max_length": 32, "rows": 0, "shard_size": 1, "seed": 0}
+_LEAST = {"num_prompts": 0, "max_length": 32, "rows": 0, "shard_size": 1, "seed": 0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def _build_config(arguments: argparse.Namespace) -> "SynthesisConfig":
 
     if not arguments.num_prompts and not arguments.prompts:
         raise InputError("nothing to answer: give --num-prompts or --prompts FILE")
-    for name, least in LEAST.items():
+    for name, least in _LEAST.items():
         if (value := getattr(arguments, name)) < least:
             raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     return SynthesisConfig(

@@ -12,7 +12,7 @@ from blockpilot.cli.options import Options, add_option, add_target_options, read
 if TYPE_CHECKING:
     from blockpilot.training.drafter_run import DrafterRun
 
-KINDS = ("dflash", "dflash2", "eagle3")
+_KINDS = ("dflash", "dflash2", "eagle3")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, required=True, metavar="DIR", help="folder written by `blockpilot synthesize`")
     add("--out", type=Path, required=True, metavar="DIR", help="checkpoints, log and the drafter; continues a run")
     add_target_options(parser, device_help="cpu or cuda; several GPUs: start with torchrun")
-    add_option(parser, "--kind", "dflash", choices=KINDS)
+    add_option(parser, "--kind", "dflash", choices=_KINDS)
     add("--no-compile", action="store_true", help="run the step without torch.compile")
     add("--json", action="store_true", help="print one JSON object at the end")
     _add_shape(parser.add_argument_group("drafter"))

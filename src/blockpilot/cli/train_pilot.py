@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from blockpilot.replay.pilot_report import Row
     from blockpilot.replay.pilot_training import TraceGroup
 
-KINDS = ("step", "prefill")
-INPUTS = ("distribution", "normalised", "softmax", "top-k", "hidden")
+_KINDS = ("step", "prefill")
+_INPUTS = ("distribution", "normalised", "softmax", "top-k", "hidden")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,14 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--held-out", nargs="+", type=Path, default=[], metavar="DIR", help=held_out_help)
     out_help = "the pilot's folder: use it as --pilot DIR (default for prefill: where `blockpilot bench` looks)"
     add("--out", type=Path, metavar="DIR", help=out_help)
-    add("--kind", choices=KINDS, default="step", help="step: adaptive trees and chains; prefill: the paper's")
+    add("--kind", choices=_KINDS, default="step", help="step: adaptive trees and chains; prefill: the paper's")
     profile_help = "judge by this machine's step costs: a file named by `blockpilot profile`"
     add("--profile", type=Path, metavar="FILE", help=profile_help)
     add("--json", action="store_true", help="print one JSON object at the end")
     group = parser.add_argument_group("prefill")
     add_option(group, "--radius", 2, "choose among B-k .. B+k around the trained size", metavar="K")
     group.add_argument("--sizes", metavar="B,...", help="choose among these instead")
-    add_option(group, "--inputs", "distribution", choices=INPUTS)
+    add_option(group, "--inputs", "distribution", choices=_INPUTS)
     add_option(group, "--hidden-size", 2048)
     add_option(group, "--layers", 2)
     objective_help = "class: the best size, as published; tau: how much each size brings, weighed by its cost"

@@ -71,9 +71,8 @@ class Run:
     @property
     def title(self) -> str:
         row = self.rows[0]
-        heat = f"T = {row['temperature']:g}"
         many = self.manifest.get("arguments", {}).get("concurrency", 1)
-        return f"{row['model']}, {heat}" + (f", {many} requests at once" if many > 1 else "")
+        return f"{row['model']}, T = {row['temperature']:g}" + (f", {many} requests at once" if many > 1 else "")
 
 
 def task_title(task: str) -> str:

@@ -69,7 +69,7 @@ def overview_table(runs: Sequence[Run], headings: Sequence[str]) -> Table:
             _format(speeds.get("auto"), ".2f", "x"),
             format_interval(run.value(task, "auto", "speedup_ci")),
         ]
-        rows.append([Cell(heading, is_label=True), *map(Cell, cells)])
+        rows.append(_row(heading, *cells))
     return Table([], columns, rows)
 
 
@@ -78,6 +78,10 @@ def _fastest(speeds: Mapping[str, float]) -> str:
         return _EMPTY
     name = max(speeds, key=speeds.__getitem__)
     return f"{name} {speeds[name]:.2f}x"
+
+
+def _row(label: str, *cells: str) -> list[Cell]:
+    return [Cell(label, is_label=True), *map(Cell, cells)]
 
 
 def _format(value: float | None, form: str, suffix: str = "") -> str:
@@ -123,10 +127,7 @@ def scores_table(run: Run) -> Table | None:
     found = [row for row in run.of_method("ar") if row.get("num_scored")]
     if not found:
         return None
-    rows = [
-        [Cell(task_title(row["task"]), is_label=True), Cell(f"{row['score']:.0%}"), Cell(str(row["num_scored"]))]
-        for row in found
-    ]
+    rows = [_row(task_title(row["task"]), f"{row['score']:.0%}", str(row["num_scored"])) for row in found]
     return Table([], ["Task", "Right", "Scored"], rows)
 
 
@@ -139,7 +140,7 @@ def published_table() -> Table:
     headings = ["Model", "T"] + ["Speedup", "τ"] * 3
     rows = []
     for model, temperature, pairs in _PUBLISHED:
-        cells = [Cell(model, is_label=True), Cell(str(temperature))]
+        cells = _row(model, str(temperature))
         for pair in pairs:
             speedup, tau = pair or (None, None)
             cells += [Cell(_format(speedup, ".2f", "x")), Cell(_format(tau, ".2f"))]
@@ -158,7 +159,7 @@ def best_fixed_table(run: Run) -> Table | None:
         known = hindsight.get(task)
         chosen = str(choice["size_by_task"].get(task, _EMPTY)) if choice else _EMPTY
         best = _EMPTY if known is None else f"{known['method'].partition(':')[2]} ({known['speedup']:.2f}x)"
-        rows.append([Cell(task_title(task), is_label=True), Cell(chosen), Cell(best)])
+        rows.append(_row(task_title(task), chosen, best))
     if choice:
         rows.append([Cell("All tasks", is_label=True), Cell(str(choice["size"]), is_best=True), Cell(_EMPTY)])
     return Table([], ["Task", "Chosen on calibration prompts", "Fastest measured on test, in hindsight"], rows)

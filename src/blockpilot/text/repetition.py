@@ -7,18 +7,18 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-NGRAM = 16
+_NGRAM = 16
 NUM_WORDS = 13  # in a row, case and punctuation aside; shorter texts must be equal
 _TEMPLATE_COUNT = 5  # a run in so many of the others is the task's instruction, not its content
 _WORD = re.compile(r"\w+")
 
 
-def find_loop(token_ids: Sequence[int], size: int = NGRAM) -> int:
+def find_loop(token_ids: Sequence[int], size: int = _NGRAM) -> int:
     """Index of the first token that ends a `size`-gram already seen in the same answer; the length if there is none."""
     return next((place for place, is_repeat in enumerate(_mark(token_ids, size)) if is_repeat), len(token_ids))
 
 
-def count_repeats(token_ids: Sequence[int], size: int = NGRAM) -> int:
+def count_repeats(token_ids: Sequence[int], size: int = _NGRAM) -> int:
     """Tokens that end a `size`-gram already seen in the same answer."""
     return sum(_mark(token_ids, size))
 

@@ -47,7 +47,7 @@ class BenchWorker(Worker):
         return getattr(self.site, name)(*arguments)
 
 
-class RaySite:
+class _RaySite:
     """The models are with the workers: any of them answers for all."""
 
     def __init__(self, pool: Pool) -> None:
@@ -55,7 +55,7 @@ class RaySite:
         self.fit, self.description = pool.ask("describe")
 
     def make_measurer(self, progress: Progress) -> Measurer:
-        return RayMeasurer(self.pool, progress)
+        return _RayMeasurer(self.pool, progress)
 
     def find_differences(self, answers: Sequence[Answer], places: Mapping[tuple[str, str], Place]) -> list[Difference]:
         return self.pool.ask("call", "find_differences", answers, places)
@@ -67,7 +67,7 @@ class RaySite:
         return self.pool.ask("call", "step_costs")
 
 
-class RayMeasurer(Measurer):
+class _RayMeasurer(Measurer):
     def __init__(self, pool: Pool, progress: Progress) -> None:
         super().__init__(progress)
         self.pool = pool
@@ -90,4 +90,4 @@ class RayMeasurer(Measurer):
 def bench_on_ray(setup: BenchSetup, options: ClusterOptions, *, out: Path, report: Report) -> BenchResult:
     """`run_bench` on a cluster; `setup` names its target and drafters."""
     with open_cluster(options) as placements, Pool(BenchWorker, placements, setup) as pool:
-        return BenchRun(setup, RaySite(pool), out, report).run()
+        return BenchRun(setup, _RaySite(pool), out, report).run()

@@ -99,9 +99,8 @@ def place_workers(
         counts[min((node for node in room if counts[node] < room[node]), key=counts.__getitem__)] += 1
     placements = []
     for node, count in counts.items():
-        threads = max(1, int(alive[node]["CPU"]) // count) if count else 0
-        threads = min(threads, max_threads or threads)
-        placements += [Placement(node, threads, int(is_gpu))] * count
+        threads = max(1, int(alive[node]["CPU"]) // max(1, count))
+        placements += [Placement(node, min(threads, max_threads or threads), int(is_gpu))] * count
     return placements
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import count, takewhile
 
 from matplotlib.figure import Figure
 
@@ -80,10 +81,8 @@ def acceptance(rows: Sequence[Row]) -> list[float]:
         positions = row.get("positions") or {"drafted": [], "accepted": []}
         drafted.update(dict(enumerate(positions["drafted"])))
         accepted.update(dict(enumerate(positions["accepted"])))
-    depth = 0
-    while drafted[depth] >= _MIN_DRAFTED:
-        depth += 1
-    return [accepted[place] / drafted[place] for place in range(depth)]
+    places = takewhile(lambda place: drafted[place] >= _MIN_DRAFTED, count())
+    return [accepted[place] / drafted[place] for place in places]
 
 
 def _choose_lines(methods: list[str]) -> list[str]:

@@ -84,7 +84,7 @@ def find_differences(
 
 
 def group_differences(differences: Sequence[Difference]) -> list[dict[str, Any]]:
-    """One line for all answers that part alike: `answers` are the repeats of each method."""
+    """One line for all answers that differ at the same token and gap: `answers` are the repeats of each method."""
     names = ("task", "prompt_id", "turn", "position", "gap", "exact_gap", "is_near_tie")
     lines: dict[tuple[object, ...], dict[str, Any]] = {}
     for one in differences:
@@ -108,8 +108,10 @@ class _Judge:
     def examine(
         self, those: Sequence[Answer], position: int | None, reference: Sequence[Answer], place: Place
     ) -> list[Difference]:
-        """Answers that part from the plain one at the same token; `reference` holds the plain answers up to that
-        turn."""
+        """Answers whose first difference from the plain one is at `position`, None where one text is the other's start.
+
+        `reference` holds the plain answers up to that turn.
+        """
         expected = reference[-1].token_ids
         if position is None:
             return [_differ(ours, min(len(ours.token_ids), len(expected)), is_near_tie=False) for ours in those]

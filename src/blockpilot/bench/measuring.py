@@ -147,7 +147,7 @@ class LocalMeasurer(Measurer):
         self.warm_up(methods, rounds)
         self.progress.start()
         gc.collect()
-        gc.freeze()  # collections pass over what is there now: looking at all of it takes long, and someone is timed
+        gc.freeze()  # garbage collection skips objects that exist now: scanning them all would fall into timed steps
         try:
             for work in rounds:
                 self._measure_round(work, methods, file)
@@ -166,7 +166,7 @@ class LocalMeasurer(Measurer):
             self.leave_out(work.task, explain_shortage(error))
 
     def warm_up(self, methods: Sequence[Method], rounds: Sequence[Round]) -> None:
-        """Where memory is short already, the rounds will tell which task does not fit.
+        """Run every method once, uncounted. Out of memory is no error yet: the rounds tell which task does not fit.
 
         A GPU prepares other shapes for long contexts, so it is warmed up with the longest prompts too.
         """

@@ -23,9 +23,8 @@ def write_notes(run: Run) -> list[str]:
 
 def _losslessness(run: Run) -> list[str]:
     rows = [row for row in run.rows if row["task"] != MEAN]
-    drafted = [row for row in rows if row["method"] != "ar"]
     mismatches, near_ties = (sum(row[name] for row in rows) for name in ("mismatches", "near_ties"))
-    num_tokens = sum(row["num_tokens"] for row in drafted)
+    num_tokens = sum(row["num_tokens"] for row in rows if row["method"] != "ar")
     gap = run.manifest.get("near_tie_gap", 1e-4)
     notes = []
     if mismatches:

@@ -95,7 +95,7 @@ def read_run(folder: Path) -> Run:
         if missing := [name for name in _NEEDED if name not in row]:
             raise InputError(f"{path}, line {number}: no field {missing[0]!r}")
     manifest = _parse(_read(folder / "manifest.json"), f"{folder / 'manifest.json'}")
-    others = [folder / "samples.jsonl", folder / "differences.jsonl"]
+    others = (folder / "samples.jsonl", folder / "differences.jsonl")
     samples, differences = (_read_lines(other) if other.is_file() else [] for other in others)
     return Run(folder.resolve().name, manifest, rows, samples, differences)
 

@@ -74,10 +74,8 @@ def overview_table(runs: Sequence[Run], headings: Sequence[str]) -> Table:
 
 
 def _fastest(speeds: Mapping[str, float]) -> str:
-    if not speeds:
-        return _EMPTY
-    name = max(speeds, key=speeds.__getitem__)
-    return f"{name} {speeds[name]:.2f}x"
+    name = max(speeds, key=speeds.__getitem__, default=None)
+    return _EMPTY if name is None else f"{name} {speeds[name]:.2f}x"
 
 
 def _row(label: str, *cells: str) -> list[Cell]:

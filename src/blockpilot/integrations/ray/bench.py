@@ -73,7 +73,7 @@ class _RayMeasurer(Measurer):
         self.pool = pool
 
     def measure_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], file: AnswersFile) -> None:
-        """Rounds of a task that turns out not to fit are tried nevertheless; what they bring is dropped."""
+        """All rounds are enqueued at once: those of a task that runs out of memory still run, and are dropped."""
         self.progress.start()
         calls = [(work, methods) for work in rounds if work.task not in self.left_out]
         self.progress.skip(sum(work.num_answers for work in rounds if work.task in self.left_out) * len(methods))

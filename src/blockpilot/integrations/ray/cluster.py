@@ -146,7 +146,7 @@ class Pool:
         return next(self.run(method, [arguments]))[1]
 
     def run(self, method: str, calls: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
-        """The place of each call and its result, as they come: one call at a time for every worker."""
+        """Index and result of each call in the order they finish; every worker has at most one call in flight."""
         waiting, losses = deque(range(len(calls))), Counter[int]()
         idle, running = list(self.workers), dict[Any, tuple[Any, int]]()
         while waiting or running:

@@ -36,10 +36,10 @@ from peer_engines import CPU_PEERS, GPU_PEERS, Contestant, Ours, Peers, PeerSett
 
 from blockpilot.bench import manifest as manifests
 from blockpilot.bench.answers import Answer, AnswersFile, RoundKey, select
-from blockpilot.bench.asking import Round, encode_turn
 from blockpilot.bench.audit import Difference, Place, group_differences
 from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.methods import choose_drafters, parse_methods
+from blockpilot.bench.plan import Round, encode_turn
 from blockpilot.bench.run import BenchRun
 from blockpilot.bench.site import BenchSetup, LocalSite
 from blockpilot.bench.statistics import add_up, speedup, speedup_interval

@@ -37,12 +37,11 @@ from simulated_rows import Walk, build_rows, show
 from blockpilot import EngineConfig
 from blockpilot.bench import manifest as manifests
 from blockpilot.bench.answers import Answer
-from blockpilot.bench.asking import Asker, encode_turn
-from blockpilot.bench.config import SPLITS, BenchConfig
-from blockpilot.bench.engines import Engines
-from blockpilot.bench.measuring import LocalMeasurer, Progress
+from blockpilot.bench.config import BenchConfig
+from blockpilot.bench.measuring import Asker, LocalMeasurer, Progress
 from blockpilot.bench.methods import NO_DRAFTER, Method, choose_drafters, parse_methods
-from blockpilot.bench.plan import Fit, fit_prompts, plan_rounds
+from blockpilot.bench.plan import Fit, encode_turn, fit_prompts, plan_rounds
+from blockpilot.bench.site import Engines
 from blockpilot.bench.tasks import TaskPrompts, default_tasks, read_task
 from blockpilot.cli.console import show_counted
 from blockpilot.core.errors import BlockPilotError, InputError
@@ -60,6 +59,7 @@ from blockpilot.replay.collect import Clock
 from blockpilot.replay.collector import Collector
 from blockpilot.replay.config import CollectConfig, ReplayRequest
 from blockpilot.replay.simulate import simulate
+from blockpilot.text.prompts import SPLITS
 
 METHODS = "ar,dflash:4,dflash:8,dflash:16,tree:15,tree:63,chain-step,auto"
 

@@ -19,7 +19,7 @@ from blockpilot.replay.costs import SimulatedStep
 from blockpilot.replay.simulate import walk_chain
 from blockpilot.replay.trace_files import TraceSet, require_alike
 from blockpilot.replay.traces import Trace
-from blockpilot.text.loops import find_loop
+from blockpilot.text.repetition import find_loop
 from pilot_study.intervals import Values
 
 PARTS = ("whole", "loop_free", "first", "second", "odd", "even")

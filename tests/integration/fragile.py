@@ -3,7 +3,7 @@
 import os
 
 from blockpilot.core.errors import InputError
-from blockpilot.integrations.ray.pool import Worker
+from blockpilot.integrations.ray.cluster import Worker
 
 
 class Fragile(Worker):

@@ -19,8 +19,7 @@ from tests.unit.training.pieces import save_target
 ray = pytest.importorskip("ray")
 
 from blockpilot.integrations.ray import bench, collect  # noqa: E402
-from blockpilot.integrations.ray.cluster import Placement  # noqa: E402
-from blockpilot.integrations.ray.pool import MAX_LOSSES, Pool  # noqa: E402
+from blockpilot.integrations.ray.cluster import MAX_LOSSES, Placement, Pool  # noqa: E402
 from tests.integration.fragile import Fragile  # noqa: E402
 
 pytestmark = pytest.mark.slow

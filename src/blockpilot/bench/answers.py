@@ -6,8 +6,8 @@ answered by every method, and is measured anew as a whole, so that all its times
 
 import json
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,7 @@ class AnswersFile:
 
     def drop_incomplete(self, num_answers: dict[RoundKey, int]) -> None:
         """Forget rounds that have fewer answers than they should; they are measured anew."""
-        found: dict[RoundKey, int] = defaultdict(int)
-        for answer in self.answers:
-            found[answer.round_key] += 1
+        found = Counter(answer.round_key for answer in self.answers)
         kept = [answer for answer in self.answers if found[answer.round_key] == num_answers.get(answer.round_key)]
         text = "".join(_line(answer) for answer in kept)
         if not self.path.is_file() or self.path.read_bytes() != text.encode():
@@ -85,14 +83,12 @@ class AnswersFile:
                 os.fsync(file.fileno())
         self.answers += answers
 
-    def sort(self, keys: Sequence[RoundKey]) -> None:
-        """Into the order of these rounds, in memory: workers may have finished them in another."""
+    def arrange(self, keys: Sequence[RoundKey], left_out: Collection[str]) -> None:
+        """Into the order of these rounds, in memory: workers may have finished them in another. Tasks that could not be
+        finished have no results; their lines stay in the file."""
         places = {key: place for place, key in enumerate(keys)}
-        self.answers.sort(key=lambda answer: places[answer.round_key])
-
-    def drop_task(self, task: str) -> None:
-        """A task that could not be finished has no results, in memory; its lines stay."""
-        self.answers = [answer for answer in self.answers if answer.task != task]
+        kept = [answer for answer in self.answers if answer.task not in left_out]
+        self.answers = sorted(kept, key=lambda answer: places[answer.round_key])
 
 
 def _line(answer: Answer) -> str:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from blockpilot.bench.answers import Answer
-from blockpilot.bench.asking import encode_turn
 from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.measuring import explain_shortage
+from blockpilot.bench.plan import encode_turn
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.target import TargetRunner
 from blockpilot.engine.llm import LLM
@@ -30,7 +30,7 @@ from blockpilot.text.prompts import Prompt
 
 logger = logging.getLogger(__name__)
 GAPS = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.5}  # of scores; coarser numbers tie more often
-DOUBT = 0.5  # share of a coarse gap from which on float32 is asked
+_DOUBT = 0.5  # share of a coarse gap from which on float32 is asked
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,13 @@ def find_differences(
     for answer in sorted(answers, key=lambda answer: answer.turn):
         talks.setdefault((answer.task, answer.method, answer.prompt_id, answer.repeat), []).append(answer)
     parted: dict[tuple[str, str, int, int | None], list[Answer]] = {}  # by task, prompt, turn and first other token
-    for (task, _, prompt_id, _), talk in talks.items():
-        ours = next((a for a in talk if a.token_ids != plain[task, prompt_id, a.turn].token_ids), None)
-        if ours is not None:
-            position = _first_other(ours.token_ids, plain[task, prompt_id, ours.turn].token_ids)
-            parted.setdefault((task, prompt_id, ours.turn, position), []).append(ours)
+    for talk in talks.values():
+        for ours in talk:
+            expected = plain[ours.task, ours.prompt_id, ours.turn].token_ids
+            if ours.token_ids != expected:
+                position = _first_other(ours.token_ids, expected)
+                parted.setdefault((ours.task, ours.prompt_id, ours.turn, position), []).append(ours)
+                break  # what follows is another text
     found: list[Difference] = []
     judge = _Judge(llm, config)
     for (task, prompt_id, turn, position), those in parted.items():
@@ -82,18 +84,11 @@ def find_differences(
 
 
 def group_differences(differences: Sequence[Difference]) -> list[dict[str, Any]]:
-    """One line for all answers that part alike: `answers` are the repeats of each method."""
+    """One line for all answers that differ at the same token and gap: `answers` are the repeats of each method."""
+    names = ("task", "prompt_id", "turn", "position", "gap", "exact_gap", "is_near_tie")
     lines: dict[tuple[object, ...], dict[str, Any]] = {}
     for one in differences:
-        facts = {
-            "task": one.task,
-            "prompt_id": one.prompt_id,
-            "turn": one.turn,
-            "position": one.position,
-            "gap": one.gap,
-            "exact_gap": one.exact_gap,
-            "is_near_tie": one.is_near_tie,
-        }
+        facts = {name: getattr(one, name) for name in names}
         line = lines.setdefault(tuple(facts.values()), facts | {"answers": {}})
         line["answers"].setdefault(one.method, []).append(one.repeat)
     return list(lines.values())
@@ -113,24 +108,27 @@ class _Judge:
     def examine(
         self, those: Sequence[Answer], position: int | None, reference: Sequence[Answer], place: Place
     ) -> list[Difference]:
-        """Answers that part from the plain one at the same token; `reference` holds the plain answers up to that
-        turn."""
+        """Answers whose first difference from the plain one is at `position`, None where one text is the other's start.
+
+        `reference` holds the plain answers up to that turn.
+        """
         expected = reference[-1].token_ids
         if position is None:
-            return [_differ(ours, min(len(ours.token_ids), len(expected)), None, None, False) for ours in those]
+            return [_differ(ours, min(len(ours.token_ids), len(expected)), is_near_tie=False) for ours in those]
         prompt_ids = encode_turn(self.llm.tokenizer, place.prompt, [answer.text for answer in reference[:-1]])
         prompt_ids += expected[:position]
         params, most = self.config.params(place.seed), GAPS[self.llm.config.dtype]
         self.llm.engine.settle()
         scores = _scores(self.llm.engine.runner, prompt_ids, params)
         gaps = [_gap(scores, ours.token_ids[position], expected[position]) for ours in those]
-        exact = self._exact_scores(prompt_ids, params) if max(gaps) > DOUBT * most else None
+        exact = self._exact_scores(prompt_ids, params) if max(gaps) > _DOUBT * most else None
         found = []
         for ours, gap in zip(those, gaps, strict=True):
-            better = None
-            if exact is not None and gap > DOUBT * most:
-                better = _gap(exact, ours.token_ids[position], expected[position])
-            found.append(_differ(ours, position, gap, better, (gap if better is None else better) <= most))
+            exact_gap = None
+            if exact is not None and gap > _DOUBT * most:
+                exact_gap = _gap(exact, ours.token_ids[position], expected[position])
+            is_near_tie = (gap if exact_gap is None else exact_gap) <= most
+            found.append(_differ(ours, position, gap=gap, exact_gap=exact_gap, is_near_tie=is_near_tie))
         return found
 
     def _exact_scores(self, token_ids: list[int], params: SamplingParams) -> torch.Tensor | None:
@@ -151,18 +149,9 @@ class _Judge:
         return TargetRunner(decoder, num_slots=1, context_length=context, device=runner.device, dtype=torch.float32)
 
 
-def _differ(ours: Answer, position: int, gap: float | None, exact_gap: float | None, is_near_tie: bool) -> Difference:
-    return Difference(
-        task=ours.task,
-        method=ours.method,
-        prompt_id=ours.prompt_id,
-        repeat=ours.repeat,
-        turn=ours.turn,
-        position=position,
-        gap=gap,
-        is_near_tie=is_near_tie,
-        exact_gap=exact_gap,
-    )
+def _differ(ours: Answer, position: int, *, gap: float | None = None, **verdict: Any) -> Difference:
+    where = {name: getattr(ours, name) for name in ("task", "method", "prompt_id", "repeat", "turn")}
+    return Difference(**where, position=position, gap=gap, **verdict)
 
 
 def _gap(scores: torch.Tensor, token_id: int, expected_id: int) -> float:

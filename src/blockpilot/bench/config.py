@@ -1,19 +1,23 @@
-"""What a benchmark run measures. Plain values, checked before anything heavy is imported."""
+"""What a benchmark run measures, and about how long that takes. Checked before anything heavy is imported."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from blockpilot.bench.tasks import TaskPrompts
+from blockpilot.core.config import device_type
 from blockpilot.core.errors import InputError
 from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.text.prompts import SPLITS
 
 KNOWN_METHODS = (
     "ar, ngram, ngram:B, eagle3, eagle3:B, eagle3-tree, eagle3-tree:N, dflash:B, best-fixed, tree:N, tree:N@B, "
     "blockpilot, chain-step, step, auto"
 )
-SPLITS = ("test", "calibration", "all")
+BEST_FIXED = "best-fixed"
 BEST_FIXED_SIZES = tuple(range(2, 17))
-QUICK_TASKS = ("gsm8k", "math500", "humaneval", "mt_bench")
-QUICK_METHODS = ("ar", "ngram", "eagle3", "dflash:4", "dflash:16", "auto")
-QUICK_PROMPTS, QUICK_TOKENS = 1, 48
+_RATES = {"cpu": 40.0, "cuda": 2000.0}  # tokens/s of the default pair, of a data-centre GPU, in order of magnitude
+_PREFILL_FACTOR = 10  # prompts are read so many times faster than answers are written
+_CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +45,52 @@ class BenchConfig:
                 raise InputError(f"{name.replace('_', ' ')} must be at least 1, got {getattr(self, name)}")
         if self.split not in SPLITS:
             raise InputError(f"unknown split {self.split!r}; known: {', '.join(SPLITS)}")
-        if "best-fixed" in self.methods and self.split != "test":
+        if BEST_FIXED in self.methods and self.split != "test":
             raise InputError("best-fixed is chosen on calibration prompts, so it is measured on --split test alone")
         self.params(self.seed)
+
+    @property
+    def num_calibration(self) -> int:
+        """Calibration prompts per task that best-fixed is chosen on: at least one full batch, none without it."""
+        return max(self.calibration_prompts, self.concurrency) if BEST_FIXED in self.methods else 0
 
     def params(self, seed: int) -> SamplingParams:
         """How a prompt with this seed is answered."""
         return SamplingParams(max_new_tokens=self.max_new_tokens, temperature=self.temperature, seed=seed)
+
+
+QUICK = BenchConfig(
+    tasks=("gsm8k", "math500", "humaneval", "mt_bench"),
+    methods=("ar", "ngram", "eagle3", "dflash:4", "dflash:16", "auto"),
+    num_prompts=1,
+    max_new_tokens=48,
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    num_answers: int
+    num_tokens: int  # at most
+    seconds: float
+    tokens_per_second: float  # that was assumed
+
+
+def estimate(tasks: Sequence[TaskPrompts], config: BenchConfig, device: str) -> Estimate:
+    """Every answer as long as it may be, every method as fast as plain decoding."""
+    rate = _RATES[device_type(device)]
+    num_answers, num_characters = 0, 0
+    for task in tasks:
+        measured = task.prompts[: config.num_prompts or None], len(config.methods) * config.repeats
+        for prompts, times in (measured, (task.calibration[: config.num_calibration], len(BEST_FIXED_SIZES))):
+            turns = [turn for prompt in prompts for turn in prompt.turns]
+            num_answers += times * len(turns)
+            num_characters += times * sum(map(len, turns))
+    num_tokens = num_answers * config.max_new_tokens
+    seconds = (num_tokens + num_characters / _CHARACTERS_PER_TOKEN / _PREFILL_FACTOR) / rate
+    return Estimate(num_answers, num_tokens, seconds, rate)
+
+
+def format_duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

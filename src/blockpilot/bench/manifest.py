@@ -10,37 +10,40 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from blockpilot import __version__
 from blockpilot.bench.audit import GAPS
 from blockpilot.bench.config import BenchConfig
-from blockpilot.bench.engines import Engines
 from blockpilot.bench.methods import Method
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import hash_file, write_text
+from blockpilot.core.files import write_text
 from blockpilot.engine.profile import profile_key
 from blockpilot.models.loading import resolve_folder
+from blockpilot.replay.collect import hash_weights
 
-NAME = "manifest.json"
-PACKAGES = ("torch", "numpy", "numba", "tokenizers")
+if TYPE_CHECKING:
+    from blockpilot.bench.site import Engines
+
+_NAME = "manifest.json"
+_PACKAGES = ("torch", "numpy", "numba", "tokenizers")
 
 
 def describe_run(
     config: BenchConfig,
     methods: Sequence[Method],
     tasks: Sequence[TaskPrompts],
-    engines: Engines,
+    engines: "Engines",
     drafters: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What must be the same for a run to go on; its digest is the run's id."""
     key = profile_key(engines.plain)
     description = {
         "arguments": asdict(config),
-        "methods": {method.name: method_facts(method) for method in methods},
+        "methods": {method.name: _method_facts(method) for method in methods},
         "prompts": {task.name: _describe_prompts(task) for task in tasks},
         "target": Path(engines.plain.target_name).name,
         "drafters": {kind: _describe_drafter(spec) for kind, spec in drafters.items() if kind in ("dflash", "eagle3")},
@@ -49,58 +52,56 @@ def describe_run(
         "linear_backend": key["backend"],
         "num_threads": key["num_threads"],
         "near_tie_gap": GAPS[key["dtype"]],
-        "versions": describe_versions(),
+        "versions": _describe_versions(),
     }
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:12]
-    result: dict[str, Any] = json.loads(json.dumps({"id": digest, **description}))
-    return result
+    return json.loads(json.dumps({"id": digest, **description}))
 
 
-def method_facts(method: Method) -> dict[str, str]:
+def _method_facts(method: Method) -> dict[str, str]:
     """Drafter and pilot; of a pilot folder its name and checksum."""
     if method.pilot.startswith("prefill:"):
         folder = Path(method.pilot.partition(":")[2])
-        return {"drafter": method.drafter, "pilot": f"prefill:{folder.name}", "sha256": _hash_weights(folder)}
+        return {"drafter": method.drafter, "pilot": f"prefill:{folder.name}", "sha256": hash_weights(folder)}
     return {"drafter": method.drafter, "pilot": method.pilot}
 
 
 def open_run(out: Path, description: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest to go on with: a new one, or the one that is there if it was made alike."""
-    found = _read(out / NAME)
+    found = _read(out / _NAME)
     if found is None:
         if any(out.glob("*.jsonl")):
-            raise InputError(f"{out} holds other files (*.jsonl) and no {NAME}: choose another --out")
+            raise InputError(f"{out} holds other files (*.jsonl) and no {_NAME}: choose another --out")
         found = {**description, "is_complete": False, "sessions": []}
     for key, value in description.items():
         if key != "id" and found.get(key) != value:
             raise InputError(
                 f"{out} belongs to another run: {_name_difference(key, found.get(key), value)}; choose another --out"
             )
-    found["sessions"] = [*found["sessions"], {"started": _now(), "git_commit": git_commit()}]
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    found["sessions"] = [*found["sessions"], {"started": started, "git_commit": _git_commit()}]
     write(out, found)
     return found
 
 
 def write(out: Path, manifest: Mapping[str, Any]) -> None:
-    write_text(out / NAME, json.dumps(manifest, indent=1) + "\n")
+    write_text(out / _NAME, json.dumps(manifest, indent=1) + "\n")
 
 
-def git_commit() -> str | None:
+def _git_commit() -> str | None:
     """Of the source tree this package runs from, `+` where it has changes; None where it was installed."""
     folder = Path(__file__).resolve().parent
     try:
-        if _git(folder, "ls-files", Path(__file__).name).strip() == "":
+        if not _git(folder, "ls-files", Path(__file__).name):
             return None
-        return _git(folder, "rev-parse", "HEAD").strip() + (
-            "+" if _git(folder, "status", "--porcelain").strip() else ""
-        )
+        return _git(folder, "rev-parse", "HEAD") + ("+" if _git(folder, "status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def describe_versions() -> dict[str, str]:
+def _describe_versions() -> dict[str, str]:
     versions = {"blockpilot": __version__, "python": platform.python_version(), "system": sys.platform}
-    for name in PACKAGES:
+    for name in _PACKAGES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
@@ -123,12 +124,7 @@ def _describe_prompts(task: TaskPrompts) -> dict[str, Any]:
 def _describe_drafter(spec: Any) -> dict[str, str]:
     if not isinstance(spec, str):
         return {"name": type(spec).__name__, "sha256": ""}
-    return {"name": Path(spec).name, "sha256": _hash_weights(resolve_folder(spec, what="drafter"))}
-
-
-def _hash_weights(folder: Path) -> str:
-    sums = [hash_file(path) for path in sorted(folder.glob("*.safetensors"))]
-    return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
+    return {"name": Path(spec).name, "sha256": hash_weights(resolve_folder(spec, what="drafter"))}
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -153,8 +149,4 @@ def _name_difference(key: str, there: Any, here: Any) -> str:
 
 def _git(folder: Path, *words: str) -> str:
     command = ["git", "-C", str(folder), *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()

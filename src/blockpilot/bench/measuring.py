@@ -2,20 +2,31 @@
 
 import gc
 import logging
+import resource
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from blockpilot.bench.answers import Answer, AnswersFile
-from blockpilot.bench.asking import Asker, Round
-from blockpilot.bench.estimate import format_duration
+from blockpilot.bench.config import BenchConfig, format_duration
 from blockpilot.bench.methods import Method
+from blockpilot.bench.plan import Round, encode_turn
+from blockpilot.core.records import Completion
+from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.text.prompts import Prompt
+
+if TYPE_CHECKING:
+    from blockpilot.bench.site import Engines
 
 Report = Callable[[str, int, int], None]  # (what, done, total)
+_WARM_UP_TOKENS = 12
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 logger = logging.getLogger(__name__)
 
 
@@ -44,6 +55,61 @@ class Progress:
         self.report(f"{what} ({format_duration(pace * (self.total - self.done))} left)", self.done, self.total)
 
 
+class Asker:
+    """Prompts in, answers out: the turns of a conversation, through `LLM.generate` and nothing else."""
+
+    def __init__(self, engines: "Engines", config: BenchConfig) -> None:
+        self.engines, self.config = engines, config
+
+    def warm_up(
+        self, method: Method, prompts: Sequence[Prompt], report: Callable[[int], None] = lambda num_requests: None
+    ) -> None:
+        """Kernels are compiled, shapes prepared and step costs measured at first use; see `LLM.prepare`."""
+        llm = self.engines.of(method)
+        llm.prepare(len(prompts), report, pilot=method.pilot)
+        params = SamplingParams(max_new_tokens=_WARM_UP_TOKENS, temperature=self.config.temperature)
+        llm.generate([encode_turn(llm.tokenizer, prompt, []) for prompt in prompts], params, pilot=method.pilot)
+
+    def ask(self, work: Round, method: Method) -> list[Answer]:
+        """Every turn of the round's prompts; those that have a next turn go on together."""
+        llm = self.engines.of(method)
+        replies = [list[str]() for _ in work.prompts]
+        answers: list[Answer] = []
+        for turn in range(max(len(prompt.turns) for prompt in work.prompts)):
+            rows = [row for row, prompt in enumerate(work.prompts) if turn < len(prompt.turns)]
+            prompt_ids = [encode_turn(llm.tokenizer, work.prompts[row], replies[row]) for row in rows]
+            params = [self.config.params(self.config.seed + work.first_place + row) for row in rows]
+            _reset_peak(llm.device_type)
+            completions = llm.generate(prompt_ids, params, pilot=method.pilot)
+            peak = _read_peak(llm.device_type)
+            llm.engine.settle()  # a step begun in vain must not delay who comes next
+            for row, completion in zip(rows, completions, strict=True):
+                replies[row].append(completion.text)
+                answers.append(_record(work, row, turn=turn, method=method.name, completion=completion, peak=peak))
+        return answers
+
+
+def _record(work: Round, row: int, *, turn: int, method: str, completion: Completion, peak: int) -> Answer:
+    steps = completion.steps
+    told = ("token_ids", "text", "num_prompt_tokens", "finish_reason")
+    timed = ("prefill_seconds", "decode_seconds", "pilot_seconds")
+    return Answer(
+        task=work.task,
+        prompt_id=work.prompts[row].id,
+        batch=work.batch,
+        turn=turn,
+        repeat=work.repeat,
+        method=method,
+        **{name: getattr(completion, name) for name in (*told, *timed)},
+        block_sizes=[step.block_size for step in steps],
+        verify_sizes=[step.verify_size for step in steps],
+        emitted=[step.emitted for step in steps],
+        draft_seconds=sum(step.draft_seconds for step in steps),
+        verify_seconds=sum(step.verify_seconds for step in steps),
+        peak_memory_bytes=peak,
+    )
+
+
 class Measurer(ABC):
     """What a file of answers lacks is measured; where and by whom is up to the kind of measurer."""
 
@@ -60,9 +126,7 @@ class Measurer(ABC):
         self.progress.skip(sum(work.num_answers for work in rounds if work.key in done) * len(methods))
         if todo:
             self.measure_rounds(todo, methods, file)
-        for task in self.left_out:
-            file.drop_task(task)
-        file.sort([work.key for work in rounds])
+        file.arrange([work.key for work in rounds], self.left_out)
         return file
 
     @abstractmethod
@@ -82,24 +146,31 @@ class LocalMeasurer(Measurer):
     def measure_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], file: AnswersFile) -> None:
         self.warm_up(methods, rounds)
         self.progress.start()
-        with short_collections():
+        gc.collect()
+        gc.freeze()  # garbage collection skips objects that exist now: scanning them all would fall into timed steps
+        try:
             for work in rounds:
-                if work.task in self.left_out:
-                    self.progress.skip(work.num_answers * len(methods))
-                    continue
-                try:
-                    for answers in self.answer_round(work, methods):
-                        file.append(answers)
-                        self.progress.advance(f"{work.task}, {answers[0].method}", len(answers))
-                except (RuntimeError, MemoryError) as error:
-                    self.leave_out(work.task, explain_shortage(error))
+                self._measure_round(work, methods, file)
+        finally:
+            gc.unfreeze()
+
+    def _measure_round(self, work: Round, methods: Sequence[Method], file: AnswersFile) -> None:
+        if work.task in self.left_out:
+            self.progress.skip(work.num_answers * len(methods))
+            return
+        try:
+            for answers in self.answer_round(work, methods):
+                file.append(answers)
+                self.progress.advance(f"{work.task}, {answers[0].method}", len(answers))
+        except (RuntimeError, MemoryError) as error:
+            self.leave_out(work.task, explain_shortage(error))
 
     def warm_up(self, methods: Sequence[Method], rounds: Sequence[Round]) -> None:
-        """Where memory is short already, the rounds will tell which task does not fit.
+        """Run every method once, uncounted. Out of memory is no error yet: the rounds tell which task does not fit.
 
         A GPU prepares other shapes for long contexts, so it is warmed up with the longest prompts too.
         """
-        longest = max(rounds, key=_longest_turn)
+        longest = max(rounds, key=lambda work: max(len(turn) for prompt in work.prompts for turn in prompt.turns))
         is_gpu = self.asker.engines.plain.device_type == "cuda"
         chosen = [rounds[0], longest] if is_gpu and longest is not rounds[0] else [rounds[0]]
         for method in methods:
@@ -121,31 +192,36 @@ class LocalMeasurer(Measurer):
             yield self.asker.ask(work, method)
 
 
-@contextmanager
-def short_collections() -> Iterator[None]:
-    """Garbage collection passes over what is there now. It takes long to look at all of it, and someone is timed."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def _longest_turn(work: Round) -> int:
-    return max(len(turn) for prompt in work.prompts for turn in prompt.turns)
-
-
 def explain_shortage(error: RuntimeError | MemoryError) -> str:
-    """One line about memory that ran out, which is given back where it can be; any other error is raised again."""
-    if not is_out_of_memory(error):
+    """One line about memory that ran out, which is given back where it can be; any other error is raised again.
+
+    PyTorch raises RuntimeError, or a class made of it, on a GPU and on a CPU alike.
+    """
+    text = str(error).lower()
+    if not isinstance(error, MemoryError) and "out of memory" not in text and "allocate memory" not in text:
         raise error
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return f"out of memory: {' '.join(str(error).split())[:200]}"
 
 
-def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    """PyTorch raises RuntimeError, or a class made of it, on a GPU and on a CPU alike."""
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text
+def _reset_peak(device_type: str) -> None:
+    """Set back the high-water mark of memory: of the device on a GPU, of this process on Linux; elsewhere it only
+    rises."""
+    if device_type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return
+    with suppress(OSError):  # no such file here, or not allowed
+        _CLEAR.write_text("5", encoding="ascii")
+
+
+def _read_peak(device_type: str) -> int:
+    """Bytes."""
+    if device_type == "cuda":
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        lines = _STATUS.read_text(encoding="utf-8").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else 1024 * peak

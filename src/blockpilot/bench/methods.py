@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from blockpilot.bench.config import KNOWN_METHODS
-from blockpilot.core.config import cache_dir
+from blockpilot.bench.config import BEST_FIXED, KNOWN_METHODS
+from blockpilot.core.config import cache_dir, device_type
 from blockpilot.core.errors import InputError
 from blockpilot.models.shipped import DRAFTERS
 from blockpilot.pilots.files import read_card
@@ -25,11 +25,11 @@ from blockpilot.replay.compact import shipped_traces
 
 DEFAULT_METHODS: tuple[str, ...] = ("ar", "ngram", "eagle3", "eagle3-tree", "dflash:4", "dflash:8", "dflash:16")
 DEFAULT_METHODS += ("dflash:32", "best-fixed", "tree:15", "blockpilot", "chain-step", "step", "auto")
-CHAIN_SIZES = {"ngram": {"cpu": "4", "cuda": "8"}, "eagle3": {"cpu": "6", "cuda": "8"}}  # checks are cheap on a GPU
-TREES = {"cpu": "6@4", "cuda": "31"}  # of EAGLE-3; on a CPU both were the best of several on calibration prompts
-EAGLE3_LIMIT = 16  # block size; the head drafts no further
+_CHAIN_SIZES = {"ngram": {"cpu": "4", "cuda": "8"}, "eagle3": {"cpu": "6", "cuda": "8"}}  # checks are cheap on a GPU
+_TREES = {"cpu": "6@4", "cuda": "31"}  # of EAGLE-3; on a CPU both were the best of several on calibration prompts
+_EAGLE3_LIMIT = 16  # block size; the head drafts no further
 ADAPTIVE = ("chain-step", "step", "auto")
-BEST_FIXED, PAPER = "best-fixed", "blockpilot"
+PAPER = "blockpilot"
 NO_DRAFTER = "none"
 DRAFTER_OPTIONS = {"dflash": "--drafter", "eagle3": "--eagle3"}
 
@@ -48,16 +48,15 @@ def parse_methods(
     names: Sequence[str], *, device: str, target: str, pilot_folder: Path | None = None
 ) -> tuple[Method, ...]:
     """The methods by name, each once, plain decoding first."""
-    device_type = "cuda" if device.startswith("cuda") else "cpu"
     unique = dict.fromkeys(["ar", *names])
-    return tuple(_parse(name, device_type, target, pilot_folder) for name in unique)
+    return tuple(_parse(name, device_type(device), target, pilot_folder) for name in unique)
 
 
 def fixed_method(block_size: int) -> Method:
     return Method(f"dflash:{block_size}", "dflash", f"fixed:{block_size}")
 
 
-def _parse(name: str, device_type: str, target: str, pilot_folder: Path | None) -> Method:
+def _parse(name: str, device: str, target: str, pilot_folder: Path | None) -> Method:
     kind, colon, size = name.partition(":")
     if name == "ar":
         return Method(name, NO_DRAFTER, "ar")
@@ -68,9 +67,9 @@ def _parse(name: str, device_type: str, target: str, pilot_folder: Path | None) 
     if name in ADAPTIVE:
         return Method(name, "dflash", name)
     if kind in ("ngram", "eagle3"):
-        return _checked(Method(name, kind, f"fixed:{size if colon else CHAIN_SIZES[kind][device_type]}"))
+        return _checked(Method(name, kind, f"fixed:{size if colon else _CHAIN_SIZES[kind][device]}"))
     if kind == "eagle3-tree":
-        return _checked(Method(name, "eagle3", f"tree:{size if colon else TREES[device_type]}"))
+        return _checked(Method(name, "eagle3", f"tree:{size if colon else _TREES[device]}"))
     if kind == "dflash" and colon:
         return _checked(Method(name, "dflash", f"fixed:{size}"))
     if kind == "tree" and colon:
@@ -86,8 +85,8 @@ def _checked(method: Method) -> Method:
     if not pilot.num_candidates:
         raise InputError(f"method {method.name!r}: a block of size 1 drafts nothing; that is the method ar")
     block_size = getattr(pilot, "block_size", None) or getattr(pilot, "draft_size", None) or 0
-    if method.drafter == "eagle3" and block_size > EAGLE3_LIMIT:
-        raise InputError(f"method {method.name!r}: EAGLE-3 drafts blocks of up to {EAGLE3_LIMIT}")
+    if method.drafter == "eagle3" and block_size > _EAGLE3_LIMIT:
+        raise InputError(f"method {method.name!r}: EAGLE-3 drafts blocks of up to {_EAGLE3_LIMIT}")
     return method
 
 

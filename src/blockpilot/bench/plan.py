@@ -1,19 +1,54 @@
 """Which prompts run together, and in which order."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from blockpilot.bench.asking import Round, encode_turn
+from blockpilot.bench.answers import RoundKey
 from blockpilot.bench.config import BenchConfig
-from blockpilot.bench.methods import BEST_FIXED
+from blockpilot.bench.methods import Method
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.errors import InputError
 from blockpilot.text.prompts import Prompt
 from blockpilot.text.tokenizer import Tokenizer
 
-MIN_CONTEXT = 1024  # step costs are remembered for a context of 256, which needs room
-MIN_BUDGET = 512
+_MIN_CONTEXT = 1024  # step costs are remembered for a context of 256, which needs room
+_MIN_BUDGET = 512
+
+
+@dataclass(frozen=True)
+class Round:
+    """A batch of prompts of one task that every method answers in turn."""
+
+    task: str
+    batch: int
+    repeat: int
+    prompts: tuple[Prompt, ...]
+    first_place: int  # of its first prompt in the task; seeds count on from there
+
+    @property
+    def key(self) -> RoundKey:
+        return self.task, self.batch, self.repeat
+
+    @property
+    def num_answers(self) -> int:
+        """Of one method."""
+        return sum(len(prompt.turns) for prompt in self.prompts)
+
+    def shuffle(self, methods: Sequence[Method], seed: int) -> list[Method]:
+        """An order of its own, so that drift of the machine hits all methods alike."""
+        order = random.Random(f"{seed} {self.task} {self.batch} {self.repeat}")
+        return order.sample(list(methods), len(methods))
+
+
+def encode_turn(tokenizer: Tokenizer, prompt: Prompt, replies: Sequence[str]) -> list[int]:
+    """The conversation up to the user turn after `replies`, which the model itself has given."""
+    messages = []
+    for said, reply in zip(prompt.turns, replies, strict=False):
+        messages += [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
+    messages.append({"role": "user", "content": prompt.turns[len(replies)]})
+    return tokenizer.encode(tokenizer.apply_chat_template(messages))
 
 
 @dataclass(frozen=True)
@@ -27,70 +62,58 @@ class Fit:
 
     def token_budget(self, concurrency: int) -> int:
         """Enough to prefill a batch in one pass: then all its requests start decoding in the same step."""
-        return max(MIN_BUDGET, concurrency * self.longest)
+        return max(_MIN_BUDGET, concurrency * self.longest)
 
 
 def fit_prompts(tasks: Sequence[TaskPrompts], tokenizer: Tokenizer, config: BenchConfig, limit: int) -> Fit:
     """The first prompts of every task that leave room for their answers in a context of `limit` tokens."""
     chosen, left_out, longest = [], {}, 0
-    num_calibration = max(config.calibration_prompts, config.concurrency) if BEST_FIXED in config.methods else 0
+
+    def take(prompts: Sequence[Prompt], count: int) -> tuple[tuple[Prompt, ...], int]:
+        """Prompts that fit, and how many were passed over for them."""
+        nonlocal longest
+        found: list[Prompt] = []
+        for place, prompt in enumerate(prompts):
+            if len(found) == count:
+                return tuple(found), place - count
+            if (num_tokens := _count_tokens(prompt, tokenizer, config.max_new_tokens)) <= limit:
+                found.append(prompt)
+                longest = max(longest, num_tokens)
+        return tuple(found), len(prompts) - len(found)
+
     for task in tasks:
-        taken = _Taken(tokenizer, config.max_new_tokens, limit)
-        prompts = taken.take(task.prompts, config.num_prompts or len(task.prompts))
+        prompts, num_long = take(task.prompts, config.num_prompts or len(task.prompts))
         if not prompts:
             raise InputError(f"task {task.name}: no prompt fits a context of {limit} tokens with its answer")
-        if taken.num_long:
-            left_out[task.name] = taken.num_long
-        calibration = taken.take(task.calibration, num_calibration)
-        longest = max(longest, taken.longest)
-        chosen.append(replace(task, prompts=prompts, calibration=calibration))
-    return Fit(tuple(chosen), left_out, min(limit, max(MIN_CONTEXT, longest)), longest)
+        if num_long:
+            left_out[task.name] = num_long
+        chosen.append(replace(task, prompts=prompts, calibration=take(task.calibration, config.num_calibration)[0]))
+    return Fit(tuple(chosen), left_out, min(limit, max(_MIN_CONTEXT, longest)), longest)
 
 
-class _Taken:
-    """Takes prompts that fit and counts those that do not."""
-
-    def __init__(self, tokenizer: Tokenizer, max_new_tokens: int, limit: int) -> None:
-        self.tokenizer, self.max_new_tokens, self.limit = tokenizer, max_new_tokens, limit
-        self.num_long = self.longest = 0
-
-    def take(self, prompts: Sequence[Prompt], count: int) -> tuple[Prompt, ...]:
-        found: list[Prompt] = []
-        for prompt in prompts:
-            if len(found) == count:
-                break
-            num_tokens = self._count(prompt)
-            if num_tokens > self.limit:
-                self.num_long += 1
-                continue
-            found.append(prompt)
-            self.longest = max(self.longest, num_tokens)
-        return tuple(found)
-
-    def _count(self, prompt: Prompt) -> int:
-        """Tokens of the whole conversation, every answer as long as it may be."""
-        empty = [""] * len(prompt.later_turns)
-        return len(encode_turn(self.tokenizer, prompt, empty)) + len(prompt.turns) * self.max_new_tokens
+def _count_tokens(prompt: Prompt, tokenizer: Tokenizer, max_new_tokens: int) -> int:
+    """Of the whole conversation, every answer as long as it may be."""
+    empty = [""] * len(prompt.later_turns)
+    return len(encode_turn(tokenizer, prompt, empty)) + len(prompt.turns) * max_new_tokens
 
 
 def plan_rounds(tasks: Sequence[TaskPrompts], config: BenchConfig) -> list[Round]:
     """All rounds; tasks take turns, so that a run that is cut short has seen all of them."""
-    return _take_turns([_cut(task.name, task.prompts, config.concurrency, config.repeats) for task in tasks])
+    return _plan({task.name: task.prompts for task in tasks}, config.concurrency, config.repeats)
 
 
 def plan_calibration(tasks: Sequence[TaskPrompts], config: BenchConfig) -> list[Round]:
     """The same on calibration prompts, once."""
-    return _take_turns([_cut(task.name, task.calibration, config.concurrency, 1) for task in tasks])
+    return _plan({task.name: task.calibration for task in tasks}, config.concurrency, 1)
 
 
-def _cut(task: str, prompts: Sequence[Prompt], size: int, repeats: int) -> list[Round]:
-    starts = range(0, len(prompts), size)
-    return [
-        Round(task, batch, repeat, tuple(prompts[start : start + size]), start)
-        for repeat in range(repeats)
-        for batch, start in enumerate(starts)
+def _plan(tasks: Mapping[str, tuple[Prompt, ...]], size: int, repeats: int) -> list[Round]:
+    by_task = [
+        [
+            Round(name, batch, repeat, prompts[start : start + size], start)
+            for repeat in range(repeats)
+            for batch, start in enumerate(range(0, len(prompts), size))
+        ]
+        for name, prompts in tasks.items()
     ]
-
-
-def _take_turns(by_task: Sequence[Sequence[Round]]) -> list[Round]:
     return [work for row in zip_longest(*by_task) for work in row if work is not None]

@@ -15,12 +15,12 @@ from typing import Any
 from blockpilot.bench import manifest as manifests
 from blockpilot.bench.answers import Answer, select
 from blockpilot.bench.audit import Place, group_differences
-from blockpilot.bench.config import BEST_FIXED_SIZES
+from blockpilot.bench.config import BEST_FIXED, BEST_FIXED_SIZES
 from blockpilot.bench.measuring import Progress, Report
-from blockpilot.bench.methods import ADAPTIVE, BEST_FIXED, Method, fixed_method
+from blockpilot.bench.methods import ADAPTIVE, Method, fixed_method
 from blockpilot.bench.plan import plan_calibration, plan_rounds
 from blockpilot.bench.rows import Row, RowFacts, build_rows
-from blockpilot.bench.scoring import Scorer
+from blockpilot.bench.scoring import score
 from blockpilot.bench.site import BenchSetup, LocalSite, Site
 from blockpilot.bench.statistics import add_up
 from blockpilot.core.errors import BlockPilotError, InputError
@@ -93,7 +93,7 @@ class BenchRun:
             for place, prompt in enumerate(task.prompts)
         }
         differences = self.site.find_differences(answers, places)
-        scores = Scorer(places, is_code_scored=self.setup.is_code_scored).score(answers)
+        scores = score(answers, places, is_code_scored=self.setup.is_code_scored)
         facts = RowFacts(
             model=self.manifest["target"],
             temperature=self.config.temperature,

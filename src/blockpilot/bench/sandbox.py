@@ -18,10 +18,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-TIME_LIMIT = 5.0  # seconds
-MEMORY_LIMIT = 1 << 30
-FILE_LIMIT = 1 << 20
-MAX_FILES = 32
+_TIME_LIMIT = 5.0  # seconds
+_MEMORY_LIMIT = 1 << 30
+_FILE_LIMIT = 1 << 20
+_MAX_FILES = 32
 
 _RUNNER = """\
 import sys
@@ -38,7 +38,7 @@ _REFUSED = ("os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os
 _NAMESPACES = ["--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child"]
 
 
-def passes(program: str, *, time_limit: float = TIME_LIMIT) -> bool:
+def passes(program: str, *, time_limit: float = _TIME_LIMIT) -> bool:
     """Whether the program runs to its last line within its limits."""
     with tempfile.TemporaryDirectory(prefix="blockpilot-program-") as folder:
         mark = Path(folder) / f"done-{secrets.token_hex(8)}"
@@ -73,9 +73,9 @@ def _run(command: list[str], folder: str, time_limit: float) -> None:
 def _set_limits(time_limit: float) -> None:
     limits = {
         resource.RLIMIT_CPU: int(time_limit) + 1,
-        resource.RLIMIT_AS: MEMORY_LIMIT,
-        resource.RLIMIT_FSIZE: FILE_LIMIT,
-        resource.RLIMIT_NOFILE: MAX_FILES,
+        resource.RLIMIT_AS: _MEMORY_LIMIT,
+        resource.RLIMIT_FSIZE: _FILE_LIMIT,
+        resource.RLIMIT_NOFILE: _MAX_FILES,
         resource.RLIMIT_CORE: 0,
     }
     for name, value in limits.items():

@@ -1,68 +1,69 @@
-"""Right or wrong, task by task. Lossless methods score alike: a score tells whether the answers are worth anything."""
+"""Right or wrong, task by task. Lossless methods score alike: a score tells whether the answers are worth anything.
+
+Mathematics is judged by the last boxed expression of an answer, or its last number; programs by running them.
+"""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from blockpilot.bench.answers import Answer
 from blockpilot.bench.audit import Place
-from blockpilot.bench.final_answers import is_right
 from blockpilot.bench.sandbox import passes
 from blockpilot.text.prompts import Prompt
 
-MATHEMATICS = ("gsm8k", "math500", "aime24")
+_MATHEMATICS = ("gsm8k", "math500", "aime24")
+_PROGRAMS = {"humaneval": ("prompt", "entry_point", "test"), "mbpp": ("test_list",)}  # what running them needs
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?")
+_FRACTION = re.compile(r"\\[dt]?frac\s*(\{[^{}]*\}|\d)\s*(\{[^{}]*\}|\d)")
+_WRAPPED = re.compile(r"\\(?:text|mathrm|mbox|textbf)\s*\{([^{}]*)\}")
+_UNIT = re.compile(r"(?<=[\d}])\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*\}(?:\^\d)?$")  # 5\text{ cm}^2
+_NOISE = (r"\left", r"\right", r"\!", r"\,", r"\;", r"\:", r"\$", "$", r"\%", "%", r"^\circ", r"^{\circ}", r"\ ")
 
 
-class Scorer:
-    """Scores the first repeat of every prompt. Equal texts are judged once."""
+def score(
+    answers: Sequence[Answer], places: Mapping[tuple[str, str], Place], *, is_code_scored: bool
+) -> dict[tuple[str, str], list[bool]]:
+    """Task and method -> right or wrong for the first repeat of every prompt; tasks that cannot be scored are missing.
 
-    def __init__(self, places: Mapping[tuple[str, str], Place], *, is_code_scored: bool) -> None:
-        self.places, self.is_code_scored = places, is_code_scored
-        self._known: dict[tuple[str, str, str], bool] = {}
-
-    def score(self, answers: Sequence[Answer]) -> dict[tuple[str, str], list[bool]]:
-        """Task and method -> right or wrong for every prompt; tasks that cannot be scored are missing."""
-        found: dict[tuple[str, str], list[bool]] = {}
-        for answer in answers:
-            judge = self._judge(answer.task)
-            prompt = self.places[answer.task, answer.prompt_id].prompt
-            if judge is None or answer.repeat or answer.turn or not _can_be_scored(answer.task, prompt):
-                continue
-            key = (answer.task, answer.prompt_id, answer.text)
-            if key not in self._known:
-                self._known[key] = judge(answer.text, prompt)
-            found.setdefault((answer.task, answer.method), []).append(self._known[key])
-        return found
-
-    def _judge(self, task: str) -> Callable[[str, Prompt], bool] | None:
-        if task in MATHEMATICS:
-            return lambda text, prompt: is_right(text, str(prompt.answer))
-        if not self.is_code_scored:
-            return None
-        programs = {"humaneval": humaneval_program, "mbpp": mbpp_program}
-        if (build := programs.get(task)) is None:
-            return None
-        return lambda text, prompt: passes(build(text, prompt.meta))
+    Equal texts are judged once.
+    """
+    known: dict[tuple[str, str, str], bool] = {}
+    found: dict[tuple[str, str], list[bool]] = {}
+    for answer in answers:
+        prompt = places[answer.task, answer.prompt_id].prompt
+        if answer.repeat or answer.turn or not _can_be_scored(answer.task, prompt, is_code_scored=is_code_scored):
+            continue
+        key = (answer.task, answer.prompt_id, answer.text)
+        if key not in known:
+            known[key] = _judge(answer.task, answer.text, prompt)
+        found.setdefault((answer.task, answer.method), []).append(known[key])
+    return found
 
 
-def _can_be_scored(task: str, prompt: Prompt) -> bool:
+def _can_be_scored(task: str, prompt: Prompt, *, is_code_scored: bool) -> bool:
     """A file of the user's own may bear a known name without what scoring needs."""
-    if task in MATHEMATICS:
+    if task in _MATHEMATICS:
         return prompt.answer is not None
-    needed = {"humaneval": ("prompt", "entry_point", "test"), "mbpp": ("test_list",)}[task]
-    return all(name in prompt.meta for name in needed)
+    return is_code_scored and task in _PROGRAMS and all(name in prompt.meta for name in _PROGRAMS[task])
 
 
-def extract_code(text: str) -> str:
+def _judge(task: str, text: str, prompt: Prompt) -> bool:
+    if task in _MATHEMATICS:
+        return is_right(text, str(prompt.answer))
+    return passes((humaneval_program if task == "humaneval" else mbpp_program)(text, prompt.meta))
+
+
+def _extract_code(text: str) -> str:
     """The first fenced block, or everything."""
-    match = _FENCE.search(text)
-    return match[1] if match else text
+    return match[1] if (match := _FENCE.search(text)) else text
 
 
 def humaneval_program(text: str, meta: Mapping[str, Any]) -> str:
     """The answer may repeat the function or only continue it."""
-    code, name = extract_code(text), meta["entry_point"]
+    code, name = _extract_code(text), meta["entry_point"]
     if re.search(rf"^def {re.escape(name)}\b", code, re.MULTILINE):
         head = meta["prompt"].partition(f"def {name}")[0]  # imports and helpers that the prompt gives
         code = f"{head}\n{code}"
@@ -72,4 +73,58 @@ def humaneval_program(text: str, meta: Mapping[str, Any]) -> str:
 
 
 def mbpp_program(text: str, meta: Mapping[str, Any]) -> str:
-    return "\n".join([*meta.get("test_imports", ()), extract_code(text), *meta["test_list"]]) + "\n"
+    return "\n".join([*meta.get("test_imports", ()), _extract_code(text), *meta["test_list"]]) + "\n"
+
+
+def is_right(answer: str, expected: str) -> bool:
+    found = _find_result(answer)
+    return found is not None and _is_same(found, expected)
+
+
+def _find_result(answer: str) -> str | None:
+    """What the answer gives as its result."""
+    if (boxed := _last_boxed(answer)) is not None:
+        return boxed
+    numbers = _NUMBER.findall(answer)
+    return numbers[-1] if numbers else None
+
+
+def _is_same(first: str, second: str) -> bool:
+    """Equal as numbers, or letter by letter once notation that means nothing is gone."""
+    one, two = _normalize(first), _normalize(second)
+    return one == two or (_as_number(one) is not None and _as_number(one) == _as_number(two))
+
+
+def _normalize(text: str) -> str:
+    text = text.strip().rstrip(".")
+    text = _WRAPPED.sub(r"\1", _UNIT.sub("", text))
+    for noise in _NOISE:
+        text = text.replace(noise, "")
+    text = _FRACTION.sub(lambda match: f"{_bare(match[1])}/{_bare(match[2])}", text)
+    text = re.sub(r"\s+", "", text)
+    name, equals, value = text.partition("=")
+    return value if equals and len(name) == 1 and name.isalpha() else text  # x=5 is 5
+
+
+def _bare(group: str) -> str:
+    inner = group.strip("{}")
+    return inner if re.fullmatch(r"\w+|-?[\d.]+|\\[a-z]+", inner) else f"({inner})"
+
+
+def _as_number(text: str) -> Fraction | None:
+    text = text.replace(",", "") if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", text) else text
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _last_boxed(text: str) -> str | None:
+    """The content of the last whole \\boxed{...}, braces matched."""
+    for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
+        depth = 1
+        for end in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[start:end]
+    return None

@@ -1,6 +1,7 @@
 """Where the models of a run are: everything of it that needs them, and nothing else.
 
 A local run has one `LocalSite`. A run on a cluster has one per worker, and the process that leads it loads no model.
+A site has one target in memory and one `LLM` per drafter around it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,18 +12,80 @@ from typing import Any, Protocol
 import torch
 
 from blockpilot.bench.answers import Answer
-from blockpilot.bench.asking import Asker
 from blockpilot.bench.audit import Difference, Place, find_differences
 from blockpilot.bench.config import BenchConfig
-from blockpilot.bench.engines import DrafterSpec, Engines
 from blockpilot.bench.manifest import describe_run
-from blockpilot.bench.measuring import LocalMeasurer, Measurer, Progress
-from blockpilot.bench.methods import Method
+from blockpilot.bench.measuring import Asker, LocalMeasurer, Measurer, Progress
+from blockpilot.bench.methods import DRAFTER_OPTIONS, NO_DRAFTER, Method
 from blockpilot.bench.plan import Fit, fit_prompts
-from blockpilot.bench.samples import pick_samples
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.config import EngineConfig
+from blockpilot.core.device import resolve_device
+from blockpilot.core.errors import InputError
+from blockpilot.decoding.dflash_drafter import DFlashDrafter
+from blockpilot.decoding.drafter import Drafter
+from blockpilot.decoding.eagle3_drafter import Eagle3Drafter
+from blockpilot.engine.assemble import build_drafter
+from blockpilot.engine.llm import LLM, resolve_context
+from blockpilot.models.dflash import DFlash
+from blockpilot.models.eagle3 import Eagle3
 from blockpilot.models.loading import LoadedTarget, load_target
+from blockpilot.models.packing import choose_backend
+from blockpilot.text.detokenizer import IncrementalDetokenizer
+from blockpilot.text.tokenizer import Tokenizer
+
+_MAX_PROMPT_CHARACTERS = 2000  # of a sample
+_DrafterSpec = str | Drafter | DFlash | Eagle3
+_KINDS = {"dflash": DFlashDrafter, "eagle3": Eagle3Drafter}
+
+
+@dataclass(frozen=True)
+class Engines:
+    """One `LLM` per drafter, all around the same target.
+
+    Drafters may copy rows of the target's head, so all are built before the first `LLM` packs the target's weights; the
+    others find them packed.
+    """
+
+    llms: Mapping[str, LLM]  # by kind of drafter; `none` is always there
+
+    @classmethod
+    def build(
+        cls, loaded: LoadedTarget, drafters: Mapping[str, _DrafterSpec], config: EngineConfig, costs: Path | None = None
+    ) -> "Engines":
+        """`costs`: step costs for pilots that weigh them, measured with the DFlash drafter."""
+        device, dtype = resolve_device(config.device), getattr(torch, config.dtype)
+        loaded.decoder.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        built: dict[str, Drafter | None] = {NO_DRAFTER: None}
+        for kind, spec in drafters.items():
+            built[kind] = build_drafter(
+                spec,
+                loaded.decoder,
+                config=config,
+                context_length=resolve_context(config.context_length, loaded.decoder.config.context_length),
+                device=device,
+                dtype=dtype,
+                backend=choose_backend(config.linear_backend, device, dtype),
+            )
+            _check_kind(kind, spec, built[kind])
+        return cls(
+            {
+                kind: LLM(loaded, drafter=drafter, pilot="ar", config=config, costs=costs if kind == "dflash" else None)
+                for kind, drafter in built.items()
+            }
+        )
+
+    @property
+    def plain(self) -> LLM:
+        return self.llms[NO_DRAFTER]
+
+    def of(self, method: Method) -> LLM:
+        return self.llms[method.drafter]
+
+
+def _check_kind(kind: str, spec: _DrafterSpec, built: Drafter | None) -> None:
+    if isinstance(spec, str) and kind in _KINDS and not isinstance(built, _KINDS[kind]):
+        raise InputError(f"{DRAFTER_OPTIONS[kind]} {spec} is no {kind} drafter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +96,7 @@ class BenchSetup:
     methods: tuple[Method, ...]
     tasks: tuple[TaskPrompts, ...]
     target: LoadedTarget | str
-    drafters: Mapping[str, DrafterSpec]  # by kind: dflash, eagle3, ngram
+    drafters: Mapping[str, _DrafterSpec]  # by kind: dflash, eagle3, ngram
     device: str = "cpu"
     dtype: str = "float32"
     linear_backend: str = "auto"
@@ -42,11 +105,8 @@ class BenchSetup:
 
 
 class Site(Protocol):
-    @property
-    def fit(self) -> Fit: ...
-
-    @property
-    def description(self) -> dict[str, Any]: ...
+    fit: Fit
+    description: dict[str, Any]
 
     def make_measurer(self, progress: Progress) -> Measurer: ...
 
@@ -66,7 +126,15 @@ class LocalSite:
             target = load_target(target, getattr(torch, setup.dtype))
         self.config, self.tokenizer = setup.config, target.tokenizer
         self.fit = fit_prompts(setup.tasks, self.tokenizer, setup.config, target.decoder.config.context_length)
-        self.engines = Engines.build(target, setup.drafters, _engine_config(setup, self.fit), setup.costs)
+        engine_config = EngineConfig(
+            device=setup.device,
+            dtype=setup.dtype,
+            num_slots=setup.config.concurrency,
+            token_budget=self.fit.token_budget(setup.config.concurrency),
+            context_length=self.fit.context_length,
+            linear_backend=setup.linear_backend,
+        )
+        self.engines = Engines.build(target, setup.drafters, engine_config, setup.costs)
         self.description = describe_run(setup.config, setup.methods, self.fit.tasks, self.engines, setup.drafters)
         self.asker = Asker(self.engines, setup.config)
 
@@ -77,19 +145,42 @@ class LocalSite:
         return find_differences(answers, places, self.engines.plain, self.config)
 
     def pick_samples(self, answers: Sequence[Answer], tasks: Sequence[TaskPrompts]) -> list[dict[str, Any]]:
-        return pick_samples(answers, tasks, self.tokenizer)
+        """The first prompt's first answer of every task, token by token, so that a report needs no tokenizer.
+
+        With it come the steps of every method that wrote the same tokens.
+        """
+        samples = []
+        for task in tasks:
+            prompt = task.prompts[0]
+            found = [a for a in answers if (a.task, a.prompt_id, a.turn, a.repeat) == (task.name, prompt.id, 0, 0)]
+            plain = next((answer for answer in found if answer.method == "ar"), None)
+            if plain is None:
+                continue
+            steps = {
+                answer.method: {name: getattr(answer, name) for name in ("block_sizes", "verify_sizes", "emitted")}
+                for answer in found
+                if answer.token_ids == plain.token_ids
+            }
+            samples.append(
+                {
+                    "task": task.name,
+                    "prompt_id": prompt.id,
+                    "prompt": prompt.text[:_MAX_PROMPT_CHARACTERS],
+                    "pieces": _split_text(plain.token_ids, self.tokenizer),
+                    "steps": steps,
+                }
+            )
+        return samples
 
     def step_costs(self) -> dict[str, Any]:
         """What the pilots of the DFlash drafter weigh."""
         return self.engines.llms["dflash"].costs.to_dict()
 
 
-def _engine_config(setup: BenchSetup, fit: Fit) -> EngineConfig:
-    return EngineConfig(
-        device=setup.device,
-        dtype=setup.dtype,
-        num_slots=setup.config.concurrency,
-        token_budget=fit.token_budget(setup.config.concurrency),
-        context_length=fit.context_length,
-        linear_backend=setup.linear_backend,
-    )
+def _split_text(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
+    """What every token adds to the text; a character spread over several tokens comes with the last of them."""
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.push(token_id) for token_id in token_ids]
+    if pieces:
+        pieces[-1] += detokenizer.flush()
+    return pieces

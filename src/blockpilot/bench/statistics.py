@@ -3,15 +3,17 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.bench.answers import Answer
-from blockpilot.text.loops import count_repeats, find_loop
+from blockpilot.text.repetition import count_repeats, find_loop
 
-NUM_RESAMPLES = 2000
-SEED = 20261115  # of the bootstrap alone
+_NUM_RESAMPLES = 2000
+_SEED = 20261115  # of the bootstrap alone
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,11 @@ class Measured:
 
     @property
     def tokens_per_second(self) -> float | None:
-        return _divide(self.tokens.sum(), self.decode.sum())
+        return divide(self.tokens.sum(), self.decode.sum())
 
     @property
     def end_to_end_rate(self) -> float | None:
-        return _divide(self.all_tokens.sum(), self.whole.sum())
+        return divide(self.all_tokens.sum(), self.whole.sum())
 
 
 def add_up(answers: Sequence[Answer]) -> Measured:
@@ -38,11 +40,10 @@ def add_up(answers: Sequence[Answer]) -> Measured:
     All requests of a batch start decoding in the same step, so the longest one has seen every step: its seconds are
     the batch's.
     """
-    batches: dict[int, list[Answer]] = {}
-    for answer in sorted(answers, key=lambda answer: answer.batch):
-        batches.setdefault(answer.batch, []).append(answer)
     rows = []
-    for batch in batches.values():
+    number = attrgetter("batch")
+    for _, group in groupby(sorted(answers, key=number), key=number):
+        batch = list(group)
         longest = longest_answers(batch)
         decode = sum(answer.decode_seconds for answer in longest)
         prefill = sum(answer.prefill_seconds for answer in longest)
@@ -63,11 +64,11 @@ def longest_answers(answers: Iterable[Answer]) -> list[Answer]:
 
 
 def speedup(ours: Measured, other: Measured) -> float | None:
-    return _ratio(ours.tokens_per_second, other.tokens_per_second)
+    return divide(ours.tokens_per_second, other.tokens_per_second)
 
 
 def end_to_end_speedup(ours: Measured, other: Measured) -> float | None:
-    return _ratio(ours.end_to_end_rate, other.end_to_end_rate)
+    return divide(ours.end_to_end_rate, other.end_to_end_rate)
 
 
 def speedup_interval(pairs: Sequence[tuple[Measured, Measured]]) -> list[float] | None:
@@ -77,10 +78,10 @@ def speedup_interval(pairs: Sequence[tuple[Measured, Measured]]) -> list[float] 
     """
     if not pairs or all(len(ours.tokens) < 2 for ours, _ in pairs):
         return None
-    draw = np.random.default_rng(SEED)
-    total = np.zeros(NUM_RESAMPLES)
+    draw = np.random.default_rng(_SEED)
+    total = np.zeros(_NUM_RESAMPLES)
     for ours, other in pairs:
-        rows = draw.integers(len(ours.tokens), size=(NUM_RESAMPLES, len(ours.tokens)))
+        rows = draw.integers(len(ours.tokens), size=(_NUM_RESAMPLES, len(ours.tokens)))
         total += _rates(ours, rows) / _rates(other, rows)
     total = total[np.isfinite(total)] / len(pairs)
     if not len(total):
@@ -91,8 +92,7 @@ def speedup_interval(pairs: Sequence[tuple[Measured, Measured]]) -> list[float] 
 
 def _rates(measured: Measured, rows: NDArray[np.int64]) -> NDArray[np.float64]:
     with np.errstate(divide="ignore", invalid="ignore"):
-        rates: NDArray[np.float64] = measured.tokens[rows].sum(axis=1) / measured.decode[rows].sum(axis=1)
-    return rates
+        return np.asarray(measured.tokens[rows].sum(axis=1) / measured.decode[rows].sum(axis=1))
 
 
 @dataclass(frozen=True)
@@ -106,26 +106,20 @@ class Lengths:
 
 
 def count_lengths(answers: Sequence[Answer]) -> Lengths:
-    means = [answer.tau for answer in answers if answer.tau is not None]
     free = [loop_free_steps(answer.token_ids, answer.emitted) for answer in answers]
-    emitted = [count for answer in answers for count in answer.emitted]
     num_tokens = sum(len(answer.token_ids) for answer in answers)
     return Lengths(
-        tau_mean=_mean(means),
-        tau_pooled=_mean(emitted),
-        tau_loop_free=_mean([sum(steps) / len(steps) for steps in free if steps]),
-        loop_share=_divide(sum(count_repeats(answer.token_ids) for answer in answers), num_tokens),
+        tau_mean=mean(answer.tau for answer in answers),
+        tau_pooled=mean(count for answer in answers for count in answer.emitted),
+        tau_loop_free=mean(mean(steps) for steps in free),
+        loop_share=divide(sum(count_repeats(answer.token_ids) for answer in answers), num_tokens),
     )
 
 
 def loop_free_steps(token_ids: Sequence[int], emitted: Sequence[int]) -> list[int]:
     """The emitted lengths of the steps whose anchor stands before the first repetition."""
-    loop, anchor, steps = find_loop(token_ids), 0, []
-    for count in emitted:
-        if anchor < loop:
-            steps.append(count)
-        anchor += count
-    return steps
+    anchors, loop = accumulate(emitted, initial=0), find_loop(token_ids)
+    return [count for count, anchor in zip(emitted, anchors, strict=False) if anchor < loop]
 
 
 def count_positions(answers: Sequence[Answer]) -> dict[str, list[int]]:
@@ -140,11 +134,8 @@ def count_positions(answers: Sequence[Answer]) -> dict[str, list[int]]:
         for block, verify, emitted in steps[:-1]:
             drafted.update(range(1, min(block, verify)))
             accepted.update(range(1, emitted))
-    depth = max(drafted, default=0)
-    return {
-        "drafted": [drafted[position] for position in range(1, depth + 1)],
-        "accepted": [accepted[position] for position in range(1, depth + 1)],
-    }
+    positions = range(1, max(drafted, default=0) + 1)
+    return {"drafted": [drafted[place] for place in positions], "accepted": [accepted[place] for place in positions]}
 
 
 def split_steps(answers: Sequence[Answer]) -> dict[str, float] | None:
@@ -166,13 +157,11 @@ def histogram(values: Iterable[int]) -> dict[str, int]:
     return {str(value): count for value, count in sorted(Counter(values).items())}
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return _divide(sum(values), len(values))
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are known."""
+    known = [value for value in values if value is not None]
+    return divide(sum(known), len(known))
 
 
-def _divide(value: float, by: float) -> float | None:
-    return float(value / by) if by else None
-
-
-def _ratio(ours: float | None, other: float | None) -> float | None:
-    return None if ours is None or not other else ours / other
+def divide(value: float | None, by: float | None) -> float | None:
+    return None if value is None or not by else float(value / by)

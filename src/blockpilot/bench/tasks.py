@@ -4,6 +4,7 @@ Prompts are taken in the order of the digest of their id. That order is arbitrar
 sample of a set sorted by topic, and more prompts only add to fewer.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,26 +15,25 @@ from blockpilot.core.files import hash_file
 from blockpilot.text.prompts import Prompt, read_prompts
 
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "prompts"
-SUFFIXES = (".jsonl.gz", ".jsonl.xz", ".jsonl")
-SkipBad = Callable[[InputError], None]
+_SUFFIXES = (".jsonl.gz", ".jsonl.xz", ".jsonl")
+_SkipBad = Callable[[InputError], None]
 
 
 @dataclass(frozen=True)
 class Task:
-    title: str
     file: str  # name of the whole set's file, without suffix
     is_shipped: bool = True
 
 
 TASKS = {
-    "gsm8k": Task("GSM8K", "gsm8k_test"),
-    "math500": Task("MATH-500", "math500"),
-    "aime24": Task("AIME24", "aime24", is_shipped=False),
-    "humaneval": Task("HumanEval", "humaneval"),
-    "mbpp": Task("MBPP", "mbpp_sanitized_test"),
-    "swebench": Task("SWE-bench Lite", "swebench_lite_test"),
-    "mt_bench": Task("MT-Bench", "mt_bench"),
-    "alpaca": Task("Alpaca", "alpaca_1000", is_shipped=False),
+    "gsm8k": Task("gsm8k_test"),
+    "math500": Task("math500"),
+    "aime24": Task("aime24", is_shipped=False),
+    "humaneval": Task("humaneval"),
+    "mbpp": Task("mbpp_sanitized_test"),
+    "swebench": Task("swebench_lite_test"),
+    "mt_bench": Task("mt_bench"),
+    "alpaca": Task("alpaca_1000", is_shipped=False),
 }
 
 
@@ -45,10 +45,8 @@ class TaskPrompts:
     source: dict[str, Any]  # file name and checksum
 
     def first_turns(self) -> "TaskPrompts":
-        prompts, calibration = (
-            tuple(replace(prompt, later_turns=()) for prompt in one) for one in (self.prompts, self.calibration)
-        )
-        return replace(self, prompts=prompts, calibration=calibration)
+        cut = [tuple(replace(prompt, later_turns=()) for prompt in one) for one in (self.prompts, self.calibration)]
+        return replace(self, prompts=cut[0], calibration=cut[1])
 
 
 def default_tasks(data: Path | None) -> tuple[str, ...]:
@@ -56,29 +54,27 @@ def default_tasks(data: Path | None) -> tuple[str, ...]:
     return tuple(name for name, task in TASKS.items() if (task.is_shipped if data is None else _find(data, task)))
 
 
-def read_task(name: str, *, data: Path | None, split: str, skip_bad: SkipBad | None = None) -> TaskPrompts:
+def read_task(name: str, *, data: Path | None, split: str, skip_bad: _SkipBad | None = None) -> TaskPrompts:
     """A known set, from `data` or as it ships."""
     task = TASKS.get(name)
     if task is None:
         raise InputError(f"unknown task {name!r}; known: {', '.join(TASKS)}; your own prompts go in with --prompts")
-    if data is None:
-        if not task.is_shipped:
-            raise InputError(
-                f"task {name} does not ship because of its licence: give --data DIR with {task.file}.jsonl"
-            )
-        return read_file(SHIPPED / f"{name}.jsonl.gz", name=name, split=split, skip_bad=skip_bad)
-    if (path := _find(data, task)) is None:
-        raise InputError(f"task {name}: {data} holds no {task.file}{SUFFIXES[0]} (or .xz, or uncompressed)")
+    if data is None and not task.is_shipped:
+        raise InputError(f"task {name} does not ship because of its licence: give --data DIR with {task.file}.jsonl")
+    path = SHIPPED / f"{name}.jsonl.gz" if data is None else _find(data, task)
+    if path is None:
+        raise InputError(f"task {name}: {data} holds no {task.file}{_SUFFIXES[0]} (or .xz, or uncompressed)")
     return read_file(path, name=name, split=split, skip_bad=skip_bad)
 
 
-def read_file(path: Path, *, name: str | None = None, split: str, skip_bad: SkipBad | None = None) -> TaskPrompts:
+def read_file(path: Path, *, name: str | None = None, split: str, skip_bad: _SkipBad | None = None) -> TaskPrompts:
     """The prompts of a file; a file of the user's own is a task named by its stem."""
     name = path.name.split(".")[0] if name is None else name
     prompts = sort_prompts(read_prompts(path, skip_bad=skip_bad))
-    if repeated := _find_repeated([prompt.id for prompt in prompts]):
-        raise InputError(f"prompt file {path}: two prompts have the id {repeated!r}")
-    chosen = [p for p in prompts if split == "all" or p.is_calibration == (split == "calibration")]
+    id_, count = Counter(prompt.id for prompt in prompts).most_common(1)[0]
+    if count > 1:
+        raise InputError(f"prompt file {path}: two prompts have the id {id_!r}")
+    chosen = [prompt for prompt in prompts if prompt.is_in(split)]
     if not chosen:
         raise InputError(f"prompt file {path} has no {split} prompts (ids decide): use --split all")
     source = {"file": path.name, "sha256": hash_file(path)}
@@ -92,9 +88,4 @@ def sort_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
 def _find(data: Path, task: Task) -> Path | None:
     if not data.is_dir():
         raise InputError(f"--data {data} is no folder")
-    return next((path for suffix in SUFFIXES if (path := data / f"{task.file}{suffix}").is_file()), None)
-
-
-def _find_repeated(ids: Sequence[str]) -> str | None:
-    seen: set[str] = set()
-    return next((found for found in ids if found in seen or seen.add(found)), None)  # type: ignore[func-returns-value]
+    return next((path for suffix in _SUFFIXES if (path := data / f"{task.file}{suffix}").is_file()), None)

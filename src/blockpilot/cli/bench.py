@@ -5,103 +5,82 @@ What can be wrong with the command line and the prompt files is found before PyT
 
 import argparse
 import dataclasses
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockpilot.bench.config import (
-    KNOWN_METHODS,
-    QUICK_METHODS,
-    QUICK_PROMPTS,
-    QUICK_TASKS,
-    QUICK_TOKENS,
-    SPLITS,
-    BenchConfig,
-)
+from blockpilot.bench.config import KNOWN_METHODS, QUICK, BenchConfig, estimate, format_duration
 from blockpilot.bench.tasks import TASKS, TaskPrompts, default_tasks, read_file, read_task
-from blockpilot.cli.bench_table import print_table
-from blockpilot.cli.console import print_json, print_note, show_counted, show_progress
-from blockpilot.cli.ray_options import add_ray_arguments, check_ray, cluster_options
-from blockpilot.core.config import EngineConfig, default_dtype, device_type
+from blockpilot.cli import options
+from blockpilot.cli.console import make_table, print_json, print_note, print_table, show_counted, show_progress
+from blockpilot.core.config import device_type
 from blockpilot.core.errors import InputError
+from blockpilot.text.prompts import SPLITS
 
 if TYPE_CHECKING:
     from blockpilot.bench.methods import Method
     from blockpilot.bench.run import BenchResult
     from blockpilot.bench.site import BenchSetup
 
-DEFAULT_TARGET = "smollm2-135m"
-DEFAULTS = BenchConfig(tasks=("-",), methods=("ar",))
+_Row = Mapping[str, Any]
+_DEFAULTS = BenchConfig(tasks=("-",), methods=("ar",))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     out_help = "folder of the results; goes on with a run that is there (default: a new one under runs/)"
     parser.add_argument("--out", type=Path, metavar="DIR", help=out_help)
-    quick_help = f"a first table within three minutes on a CPU: {len(QUICK_TASKS)} tasks, {QUICK_PROMPTS} prompt each, "
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{quick_help}{QUICK_TOKENS} tokens, {len(QUICK_METHODS)} methods"
-    )
+    quick_help = f"a first table within three minutes on a CPU: {len(QUICK.tasks)} tasks, {QUICK.num_prompts} prompt "
+    quick_help += f"each, {QUICK.max_new_tokens} tokens, {len(QUICK.methods)} methods"
+    parser.add_argument("--quick", action="store_true", help=quick_help)
     parser.add_argument("--dry-run", action="store_true", help="print what would be measured and how long it may take")
     parser.add_argument("--json", action="store_true", help="print one JSON object: rows and manifest")
-    _add_work_arguments(parser.add_argument_group("what to measure"))
-    _add_model_arguments(parser.add_argument_group("model"))
-    add_ray_arguments(parser.add_argument_group("several devices"))
+    _add_work_options(parser.add_argument_group("what to measure"))
+    _add_model_options(parser.add_argument_group("model"))
+    options.add_ray_options(parser.add_argument_group("several devices"))
 
 
-def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
-    tasks_help = f"{', '.join(TASKS)} (default: every set that is at hand)"
-    group.add_argument("--tasks", metavar="NAME,...", help=tasks_help)
+def _add_work_options(group: options.Options) -> None:
+    add = group.add_argument
+    add("--tasks", metavar="NAME,...", help=f"{', '.join(TASKS)} (default: every set that is at hand)")
     methods_help = f"{KNOWN_METHODS}; ar is always measured (default: one or two of each kind)"
-    group.add_argument("--methods", metavar="NAME,...", help=methods_help)
+    add("--methods", metavar="NAME,...", help=methods_help)
     data_help = "folder with the whole prompt sets (default: the subsets inside the package)"
-    group.add_argument("--data", type=Path, metavar="DIR", help=data_help)
+    add("--data", type=Path, metavar="DIR", help=data_help)
     prompts_help = "your own prompts, .jsonl or .txt; the task is named after the file; may be given more than once"
-    group.add_argument("--prompts", type=Path, action="append", default=[], metavar="FILE", help=prompts_help)
-    group.add_argument("--skip-bad", action="store_true", help="leave out malformed lines of prompt files")
-    group.add_argument(
-        "--split", choices=SPLITS, default="test", help="which prompts, by the rule on ids (default: test)"
-    )
-    group.add_argument(
-        "--num-prompts", type=int, metavar="N", help=f"per task; 0: all (default: {DEFAULTS.num_prompts})"
-    )
-    tokens_help = f"most tokens of an answer (default: {DEFAULTS.max_new_tokens})"
-    group.add_argument("--max-new-tokens", type=int, metavar="N", help=tokens_help)
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling and of the order (default: 0)")
-    group.add_argument(
-        "--repeats", type=int, default=1, metavar="N", help="times every prompt is measured (default: 1)"
-    )
-    group.add_argument("--concurrency", type=int, default=1, metavar="N", help="prompts answered at once (default: 1)")
-    calibration_help = f"calibration prompts per task for best-fixed (default: {DEFAULTS.calibration_prompts})"
-    group.add_argument(
-        "--calibration-prompts", type=int, default=DEFAULTS.calibration_prompts, metavar="N", help=calibration_help
-    )
+    add("--prompts", type=Path, action="append", default=[], metavar="FILE", help=prompts_help)
+    add("--skip-bad", action="store_true", help="leave out malformed lines of prompt files")
+    options.add_option(group, "--split", _DEFAULTS.split, "which prompts, by the rule on ids", choices=SPLITS)
+    add("--num-prompts", type=int, metavar="N", help=f"per task; 0: all (default: {_DEFAULTS.num_prompts})")
+    tokens_help = f"most tokens of an answer (default: {_DEFAULTS.max_new_tokens})"
+    add("--max-new-tokens", type=int, metavar="N", help=tokens_help)
+    options.add_option(group, "--temperature", _DEFAULTS.temperature, "0 is greedy", metavar="T")
+    options.add_option(group, "--seed", _DEFAULTS.seed, "of sampling and of the order")
+    options.add_option(group, "--repeats", _DEFAULTS.repeats, "times every prompt is measured")
+    options.add_option(group, "--concurrency", _DEFAULTS.concurrency, "prompts answered at once")
+    calibration_help = "calibration prompts per task for best-fixed"
+    options.add_option(group, "--calibration-prompts", _DEFAULTS.calibration_prompts, calibration_help)
     score_help = "run the programs of humaneval and mbpp answers, confined but on this machine"
-    group.add_argument("--score-code", action="store_true", help=score_help)
+    add("--score-code", action="store_true", help=score_help)
 
 
-def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--target", default=DEFAULT_TARGET, metavar="MODEL", help=f"default: {DEFAULT_TARGET}")
-    drafter_help = "DFlash drafter: folder, hub id or shipped name (default: auto, the one that ships)"
-    group.add_argument("--drafter", default="auto", metavar="MODEL", help=drafter_help)
-    group.add_argument("--eagle3", default="auto", metavar="MODEL", help="EAGLE-3 drafter, likewise (default: auto)")
+def _add_model_options(group: options.Options) -> None:
+    options.add_target_options(group, "DFlash drafter: folder, hub id or shipped name")
+    options.add_option(group, "--eagle3", "auto", "EAGLE-3 drafter, likewise", metavar="MODEL")
     group.add_argument("--pilot-file", type=Path, metavar="DIR", help="the trained pilot of the method blockpilot")
     group.add_argument("--profile", type=Path, metavar="FILE", help="step costs, written by `blockpilot profile`")
-    group.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    group.add_argument("--dtype", default=None, help="default: float32 on a CPU, bfloat16 on a GPU")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from blockpilot.bench.methods import choose_drafters
+    from blockpilot.bench.methods import choose_drafters, parse_methods
 
-    check_ray(arguments)
-    dtype = arguments.dtype or default_dtype(arguments.device)
-    EngineConfig(device=arguments.device, dtype=dtype)
-    methods = _choose_methods(arguments)
+    options.check_ray(arguments)
+    engine_config = options.read_engine_config(arguments)
+    names = _usual_methods(arguments) if arguments.methods is None else _read_names(arguments.methods, "--methods")
+    methods = parse_methods(names, device=arguments.device, target=arguments.target, pilot_folder=arguments.pilot_file)
     tasks = _read_tasks(arguments)
     config = _build_config(arguments, methods, tasks)
-    given = {"dflash": arguments.drafter, "eagle3": arguments.eagle3}
-    drafters = choose_drafters(methods, arguments.target, given)
+    drafters = choose_drafters(methods, arguments.target, {"dflash": arguments.drafter, "eagle3": arguments.eagle3})
     if device_type(arguments.device) == "cuda" and arguments.ray is None:  # with Ray the workers have the GPUs
         from blockpilot.core.device import resolve_device
 
@@ -117,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         target=arguments.target,
         drafters=drafters,
         device=arguments.device,
-        dtype=dtype,
+        dtype=engine_config.dtype,
         costs=arguments.profile,
         is_code_scored=arguments.score_code,
     )
@@ -147,25 +126,18 @@ def _bench_here(arguments: argparse.Namespace, setup: "BenchSetup", out: Path) -
 def _bench_on_ray(arguments: argparse.Namespace, setup: "BenchSetup", out: Path) -> "BenchResult":
     from blockpilot.integrations.ray.bench import bench_on_ray
 
-    options = cluster_options(arguments)
-    if options.device_type == "cpu":
+    cluster = options.cluster_options(arguments)
+    if cluster.device_type == "cpu":
         print_note("workers that share a CPU slow each other down: timings compare only with one worker per machine")
     with show_counted("answers") as report:
-        return bench_on_ray(setup, options, out=out, report=report)
-
-
-def _choose_methods(arguments: argparse.Namespace) -> "tuple[Method, ...]":
-    from blockpilot.bench.methods import parse_methods
-
-    names = _usual_methods(arguments) if arguments.methods is None else _split(arguments.methods, "--methods")
-    return parse_methods(names, device=arguments.device, target=arguments.target, pilot_folder=arguments.pilot_file)
+        return bench_on_ray(setup, cluster, out=out, report=report)
 
 
 def _usual_methods(arguments: argparse.Namespace) -> list[str]:
     """Those of the defaults for which everything is at hand."""
     from blockpilot.bench.methods import DEFAULT_METHODS, PAPER, find_paper_pilot, shipped_of_kind
 
-    names = list(QUICK_METHODS if arguments.quick else DEFAULT_METHODS)
+    names = list(QUICK.methods if arguments.quick else DEFAULT_METHODS)
     if PAPER in names and arguments.pilot_file is None:
         try:
             find_paper_pilot(arguments.target, None)
@@ -175,22 +147,19 @@ def _usual_methods(arguments: argparse.Namespace) -> list[str]:
     if arguments.eagle3 == "auto" and shipped_of_kind("eagle3", arguments.target) is None:
         left_out = [name for name in names if name.startswith("eagle3")]
         names = [name for name in names if name not in left_out]
-        reason = f"no EAGLE-3 drafter ships for {arguments.target}; give one with --eagle3"
-        print_note(f"left out: {', '.join(left_out)}: {reason}")
+        named = ", ".join(left_out)
+        print_note(f"left out: {named}: no EAGLE-3 drafter ships for {arguments.target}; give one with --eagle3")
     return names
 
 
 def _read_tasks(arguments: argparse.Namespace) -> tuple[TaskPrompts, ...]:
-    def skip(error: InputError) -> None:
-        print_note(f"left out: {error}")
-
-    skip_bad = skip if arguments.skip_bad else None
+    skip_bad = (lambda error: print_note(f"left out: {error}")) if arguments.skip_bad else None
     if arguments.tasks is not None:
-        names = _split(arguments.tasks, "--tasks")
+        names = _read_names(arguments.tasks, "--tasks")
     elif arguments.prompts:
         names = []
     else:
-        names = list(QUICK_TASKS) if arguments.quick else list(default_tasks(arguments.data))
+        names = list(QUICK.tasks if arguments.quick else default_tasks(arguments.data))
     tasks = [read_task(name, data=arguments.data, split=arguments.split, skip_bad=skip_bad) for name in names]
     tasks += [read_file(path, split=arguments.split, skip_bad=skip_bad) for path in arguments.prompts]
     found = [task.name for task in tasks]
@@ -202,33 +171,21 @@ def _read_tasks(arguments: argparse.Namespace) -> tuple[TaskPrompts, ...]:
 def _build_config(
     arguments: argparse.Namespace, methods: "tuple[Method, ...]", tasks: tuple[TaskPrompts, ...]
 ) -> BenchConfig:
-    def choose(given: int | None, quick: int, usual: int) -> int:
-        return given if given is not None else quick if arguments.quick else usual
-
-    return BenchConfig(
-        tasks=tuple(task.name for task in tasks),
-        methods=tuple(method.name for method in methods),
-        num_prompts=choose(arguments.num_prompts, QUICK_PROMPTS, DEFAULTS.num_prompts),
-        max_new_tokens=choose(arguments.max_new_tokens, QUICK_TOKENS, DEFAULTS.max_new_tokens),
-        temperature=arguments.temperature,
-        seed=arguments.seed,
-        repeats=arguments.repeats,
-        split=arguments.split,
-        concurrency=arguments.concurrency,
-        calibration_prompts=arguments.calibration_prompts,
-    )
+    given = {name: value for name, value in options.read_fields(BenchConfig, arguments).items() if value is not None}
+    names = {"tasks": tuple(task.name for task in tasks), "methods": tuple(method.name for method in methods)}
+    return dataclasses.replace(QUICK if arguments.quick else _DEFAULTS, **given | names)
 
 
-def _split(text: str, option: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise InputError(f"{option} {text!r}: give names separated by commas")
-    return list(dict.fromkeys(names))
+def _read_names(text: str, flag: str) -> list[str]:
+    def read(part: str) -> str:
+        if not part.strip():
+            raise ValueError(part)
+        return part.strip()
+
+    return list(dict.fromkeys(options.read_list(text, flag, read, "give names separated by commas")))
 
 
 def _print_plan(arguments: argparse.Namespace, config: BenchConfig, tasks: tuple[TaskPrompts, ...]) -> int:
-    from blockpilot.bench.estimate import estimate, format_duration
-
     guess = estimate(tasks, config, arguments.device)
     counts = {task.name: len(task.prompts[: config.num_prompts or None]) for task in tasks}
     if arguments.json:
@@ -245,11 +202,44 @@ def _print_plan(arguments: argparse.Namespace, config: BenchConfig, tasks: tuple
 
 
 def _print_result(result: "BenchResult", out: Path, *, is_json: bool) -> None:
-    left_out: dict[str, Any] = result.manifest["left_out_tasks"]
-    for task, reason in left_out.items():
+    for task, reason in result.manifest["left_out_tasks"].items():
         print_note(f"task {task} has no results: {reason}")
     if is_json:
         print_json({"out": str(out), "rows": result.rows, "manifest": result.manifest})
         return
-    print_table(result.rows)
+    _print_rows(result.rows)
     print_note(f"results are in {out}; `blockpilot report {out}` draws them")
+
+
+def _print_rows(rows: Sequence[_Row]) -> None:
+    """Methods down, tasks across, speedup and tau in each cell; the best of each column is bold."""
+    tasks, methods = (list(dict.fromkeys(row[name] for row in rows)) for name in ("task", "method"))
+    cells = {(row["task"], row["method"]): row for row in rows}
+    table = make_table()
+    table.add_column("method", no_wrap=True)
+    for task in tasks:
+        table.add_column(f"{task}\nspeedup  tau", justify="right", no_wrap=True)
+    for method in methods:
+        table.add_row(method, *(_cell(cells, task, method, methods) for task in tasks))
+    print_table(table, _summary(rows))
+
+
+def _cell(cells: Mapping[tuple[str, str], _Row], task: str, method: str, methods: Sequence[str]) -> str:
+    parts = []
+    for name, width in (("speedup", 7), ("tau_mean", 4)):
+        value = cells[task, method][name]
+        others = [cells[task, other][name] for other in methods if cells[task, other][name] is not None]
+        text = ("-" if value is None else f"{value:.2f}").rjust(width)
+        parts.append(f"[bold]{text}[/bold]" if others and value == max(others) else text)
+    return " ".join(parts)
+
+
+def _summary(rows: Sequence[_Row]) -> str:
+    tasks = [row for row in rows if row["task"] != "mean"]
+    mismatches, near_ties = (sum(row[name] for row in tasks) for name in ("mismatches", "near_ties"))
+    plain = [row for row in tasks if row["method"] == "ar"]
+    num_prompts = sum(row["num_prompts"] for row in plain)
+    return (
+        f"speedup: decode tokens/s over plain decoding; tau: tokens per step; {num_prompts} prompts; "
+        f"{mismatches} mismatches, {near_ties} near-ties"
+    )

@@ -5,17 +5,32 @@ Progress is drawn only where somebody watches; in a log file it would be noise.
 
 import contextlib
 import json
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_SECONDS_BETWEEN_LINES = 5.0  # of a log
 Report = Callable[[str, int, int], None]  # (message, done, in all); downloads count bytes
 
 
 def print_json(value: Mapping[str, Any]) -> None:
     """One JSON object on one line; non-ASCII characters are escaped, so that every terminal and pipe carries them."""
     print(json.dumps(value))
+
+
+def print_result(value: Mapping[str, Any], *lines: str, is_json: bool) -> None:
+    """What a command found out: one JSON object, or the lines that say it to people."""
+    if is_json:
+        print_json(value)
+    else:
+        print(*lines, sep="\n")
 
 
 def print_note(message: str) -> None:
@@ -26,21 +41,34 @@ def print_note(message: str) -> None:
     Console(stderr=True, soft_wrap=True).print(Text(message, style="dim"))
 
 
-def print_columns(columns: Mapping[str, Sequence[str]], *, to_stderr: bool = False) -> None:
-    """A small borderless table: heading -> cells."""
-    from rich.console import Console
+def make_table() -> "Table":
+    """A small borderless table, still empty."""
     from rich.table import Table
+
+    return Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def print_table(table: "Table", footer: str = "", *, to_stderr: bool = False) -> None:
+    from rich.console import Console
+
+    console = Console(stderr=to_stderr)
+    if not console.is_terminal:
+        console.width = 1000  # nobody watches: never cut a cell short
+    console.print(table)
+    if footer:
+        console.print(footer, style="dim", highlight=False)
+
+
+def print_columns(columns: Mapping[str, Sequence[str]], *, to_stderr: bool = False) -> None:
+    """A table of heading -> cells."""
     from rich.text import Text
 
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    table = make_table()
     for heading in columns:
         table.add_column(heading, no_wrap=True)
     for row in zip(*columns.values(), strict=True):
         table.add_row(*map(Text, row))  # as Text: a path may hold square brackets
-    console = Console(stderr=to_stderr)
-    if not console.is_terminal:
-        console.width = 1000  # nobody watches: never cut a path short
-    console.print(table)
+    print_table(table, to_stderr=to_stderr)
 
 
 @contextlib.contextmanager
@@ -59,7 +87,8 @@ def show_progress(waiting_for: str) -> Iterator[Report]:
 
         def report(message: str, done: int, total: int) -> None:
             if done < total:
-                progress.update(task, description=message, completed=done, total=total, amount=_amount(done, total))
+                amount = f"{done / 1e6:.1f} / {format_megabytes(total)}"
+                progress.update(task, description=message, completed=done, total=total, amount=amount)
             else:
                 progress.reset(task, description=waiting_for, total=None, amount="")
 
@@ -67,10 +96,10 @@ def show_progress(waiting_for: str) -> Iterator[Report]:
 
 
 @contextlib.contextmanager
-def show_counted(what: str, seconds_between_lines: float = 5.0) -> Iterator[Report]:
+def show_counted(what: str) -> Iterator[Report]:
     """A bar for whoever watches, a line every few seconds in a log; the message names what was just done."""
     if not sys.stderr.isatty():
-        yield _count_in_lines(what, seconds_between_lines)
+        yield ProgressLines("{done:,} of {total:,} " + what + ": {message}")
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -81,16 +110,17 @@ def show_counted(what: str, seconds_between_lines: float = 5.0) -> Iterator[Repo
         yield lambda message, done, total: progress.update(task, description=message, completed=done, total=total)
 
 
-def _count_in_lines(what: str, seconds_between: float) -> Report:
-    last = float("-inf")
+class ProgressLines:
+    """One line every few seconds, and the last one: long work stays visible in terminals and logs alike."""
 
-    def report(message: str, done: int, total: int) -> None:
-        nonlocal last
-        if done >= total or time.monotonic() - last > seconds_between:
-            last = time.monotonic()
-            print(f"{done:,} of {total:,} {what}: {message}", file=sys.stderr, flush=True)
+    def __init__(self, form: str = "{message}: {done:,} of {total:,}") -> None:
+        self.form, self.last = form, float("-inf")
 
-    return report
+    def __call__(self, message: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done >= total or now - self.last > _SECONDS_BETWEEN_LINES:
+            self.last = now
+            print(self.form.format(message=message, done=done, total=total), file=sys.stderr, flush=True)
 
 
 def _report_in_lines() -> Report:
@@ -105,9 +135,33 @@ def _report_in_lines() -> Report:
     return report
 
 
-def _amount(done: int, total: int) -> str:
-    return f"{done / 1e6:.1f} / {format_megabytes(total)}"
-
-
 def format_megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.1f} MB"
+
+
+@contextlib.contextmanager
+def watch_interrupts() -> Iterator[Callable[[], None]]:
+    """Ctrl-C that cannot get lost.
+
+    Python raises KeyboardInterrupt wherever it happens to be, and some places (finalizers, callbacks of libraries)
+    swallow it. A loop that calls the yielded function at every turn notices it all the same.
+    """
+    is_received = False
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        nonlocal is_received
+        is_received = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if is_received:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # elsewhere signals are not ours to handle
+        yield check
+        return
+    previous = signal.signal(signal.SIGINT, receive)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, previous)

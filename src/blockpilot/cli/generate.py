@@ -11,10 +11,8 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from blockpilot.cli.console import print_columns, print_json, print_note, show_progress
-from blockpilot.cli.interrupts import Interrupts
-from blockpilot.cli.prompt import check_text, read_prompt
-from blockpilot.core.config import EngineConfig, default_dtype
+from blockpilot.cli.console import print_columns, print_json, print_note, show_progress, watch_interrupts
+from blockpilot.cli.options import Options, add_option, add_target_options, read_engine_config, read_fields
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
@@ -23,58 +21,48 @@ if TYPE_CHECKING:
     from blockpilot.engine.llm import LLM
     from blockpilot.engine.outbox import Update
 
-DEFAULT_TARGET = "smollm2-135m"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
     parser.add_argument("--raw", action="store_true", help="give the prompt to the model without its chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the streamed answer")
-    _add_model_arguments(parser.add_argument_group("model"))
-    _add_sampling_arguments(parser.add_argument_group("answer"))
+    _add_model_options(parser.add_argument_group("model"))
+    _add_sampling_options(parser.add_argument_group("answer"))
 
 
-def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
-    default = EngineConfig()
-    target_help = f"preset, Hugging Face folder, GGUF file or hub id (default: {DEFAULT_TARGET})"
-    group.add_argument("--target", default=DEFAULT_TARGET, metavar="MODEL", help=target_help)
+def _add_model_options(group: Options) -> None:
     drafter_help = "ngram, none, a shipped drafter's name, or a folder or hub id with a DFlash or EAGLE-3 drafter"
-    drafter_help += " (default: auto, the one that ships for the target)"
-    group.add_argument("--drafter", default="auto", metavar="MODEL", help=drafter_help)
+    add_target_options(group, drafter_help)
     pilot_help = "ar, fixed:B (chain, block size B), tree:N or tree:N@B (N nodes, drafted at B), step, chain-step, "
     pilot_help += "prefill:PATH, a pilot folder, or auto (default: auto, what pays on this machine)"
     group.add_argument("--pilot", default="auto", help=pilot_help)
     profile_help = "step costs, written by `blockpilot profile` (default: those of this machine, measured once)"
     group.add_argument("--profile", type=Path, metavar="FILE", help=profile_help)
-    group.add_argument("--device", default=default.device, help=f"cpu or cuda (default: {default.device})")
-    dtype_help = "float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 on a GPU)"
-    group.add_argument("--dtype", default=None, help=dtype_help)
     context_help = "most tokens of prompt and answer together (default: the model's limit)"
     group.add_argument("--context-length", type=int, metavar="N", help=context_help)
 
 
-def _add_sampling_arguments(group: argparse._ArgumentGroup) -> None:
+def _add_sampling_options(group: Options) -> None:
     default = SamplingParams()
-    limit_help = f"most tokens of the answer (default: {default.max_new_tokens})"
-    group.add_argument("--max-new-tokens", type=int, default=default.max_new_tokens, metavar="N", help=limit_help)
-    group.add_argument(
-        "--temperature", type=float, default=default.temperature, metavar="T", help="0 is greedy (default: 0)"
-    )
-    top_p_help = "sample from the likeliest tokens that hold this share of probability (default: 1)"
-    group.add_argument("--top-p", type=float, default=default.top_p, metavar="P", help=top_p_help)
-    top_k_help = "sample from this many of the likeliest tokens; 0 is no limit (default: 0)"
-    group.add_argument("--top-k", type=int, default=default.top_k, metavar="N", help=top_k_help)
+    add_option(group, "--max-new-tokens", default.max_new_tokens, "most tokens of the answer")
+    add_option(group, "--temperature", default.temperature, "0 is greedy", metavar="T")
+    top_p_help = "sample from the likeliest tokens that hold this share of probability"
+    add_option(group, "--top-p", default.top_p, top_p_help, metavar="P")
+    add_option(group, "--top-k", default.top_k, "sample from this many of the likeliest tokens; 0 is no limit")
     stop_help = "end the answer before this text; may be given more than once"
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop_help)
-    seed_help = "the same seed gives the same answer under every pilot (default: 0)"
-    group.add_argument("--seed", type=int, default=default.seed, metavar="N", help=seed_help)
+    add_option(group, "--seed", default.seed, "the same seed gives the same answer under every pilot")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    params, config = _build_params(arguments), _build_config(arguments)
-    drafter = _choose_drafter(arguments.drafter, arguments.target)
+    from blockpilot.models.shipped import shipped_drafter
+
+    stop = tuple(_check_text(text, "a stop string") for text in arguments.stop)
+    params = SamplingParams(**read_fields(SamplingParams, arguments) | {"stop": stop})
+    config = read_engine_config(arguments, context_length=arguments.context_length, num_slots=1)
+    drafter = (shipped_drafter(arguments.target) or "none") if arguments.drafter == "auto" else arguments.drafter
     _check_pilot(arguments.pilot, has_drafter=drafter != "none")
-    prompt = read_prompt(arguments.prompt)
+    prompt = _read_prompt(arguments.prompt)
     with show_progress(f"loading {arguments.target}") as progress:
         from blockpilot.engine.llm import LLM
 
@@ -86,37 +74,48 @@ def run(arguments: argparse.Namespace) -> int:
             costs=arguments.profile,
             progress=progress,
         )
-    if arguments.json:
-        completion = _stream(llm, prompt, params, is_raw=arguments.raw, is_shown=False)
-        print_json(_describe(completion, llm, params))
-        return 0
-    if arguments.drafter == "auto" and drafter == "none" and arguments.pilot == "auto":
+    if not arguments.json and arguments.drafter == "auto" and drafter == "none" and arguments.pilot == "auto":
         print_note(f"no drafter ships for {arguments.target}: plain decoding (try --drafter ngram)")
-    completion = _stream(llm, prompt, params, is_raw=arguments.raw, is_shown=True)
-    _print_summary(completion, llm)
+    completion = _stream(llm, prompt, params, is_raw=arguments.raw, is_shown=not arguments.json)
+    if arguments.json:
+        print_json(_describe(completion, llm, params))
+    else:
+        _print_summary(completion, llm)
     return 0
 
 
-def _build_params(arguments: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-        stop=tuple(check_text(text, "a stop string") for text in arguments.stop),
-    )
+def _read_prompt(argument: str) -> str:
+    """The prompt's text. Of standard input, one line ending at the end is dropped: `echo` adds it, nobody means it."""
+    if argument == "-":
+        prompt = _read_standard_input().removesuffix("\n").removesuffix("\r")
+    else:
+        prompt = _check_text(argument, "the prompt")
+    if not prompt.strip():
+        raise InputError("the prompt is empty: write something to answer")
+    return prompt
 
 
-def _build_config(arguments: argparse.Namespace) -> EngineConfig:
-    dtype = arguments.dtype or default_dtype(arguments.device)
-    return EngineConfig(device=arguments.device, dtype=dtype, context_length=arguments.context_length, num_slots=1)
+def _check_text(text: str, what: str) -> str:
+    """Python lets bytes that are no text pass through the command line as lone surrogates; refuse them by name."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        offset = len(text[: error.start].encode("utf-8"))
+        raise InputError(f"{what} is not valid UTF-8 at byte {offset}: convert it to UTF-8 first") from error
+    return text
 
 
-def _choose_drafter(spec: str, target: str) -> str:
-    from blockpilot.models.shipped import shipped_drafter
-
-    return (shipped_drafter(target) or "none") if spec == "auto" else spec
+def _read_standard_input() -> str:
+    if sys.stdin is None:
+        raise InputError("the prompt is '-', but standard input is closed: pipe the prompt in or write it out")
+    if sys.stdin.isatty():
+        print("type the prompt, then press Ctrl-D on an empty line", file=sys.stderr)
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"standard input is not valid UTF-8 at byte {error.start}: convert it to UTF-8 first"
+        ) from error
 
 
 def _check_pilot(spec: str, *, has_drafter: bool) -> None:
@@ -131,10 +130,10 @@ def _stream(llm: "LLM", prompt: str, params: SamplingParams, *, is_raw: bool, is
     """Follow the answer to its end. What is shown ends with a line break, also when it is interrupted."""
     last = "\n"
     answer = cast("Generator[Update, None, None]", llm.stream(prompt, params, is_raw=is_raw))
-    with contextlib.closing(answer) as updates, Interrupts() as interrupts:
+    with contextlib.closing(answer) as updates, watch_interrupts() as check_interrupts:
         try:
             for update in updates:
-                interrupts.check()
+                check_interrupts()
                 if is_shown and update.new_text:
                     sys.stdout.write(update.new_text)
                     sys.stdout.flush()
@@ -150,20 +149,11 @@ def _stream(llm: "LLM", prompt: str, params: SamplingParams, *, is_raw: bool, is
 
 def _describe(completion: Completion, llm: "LLM", params: SamplingParams) -> dict[str, Any]:
     return {
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "num_prompt_tokens": completion.num_prompt_tokens,
-        "num_tokens": completion.num_tokens,
-        "num_steps": completion.num_steps,
-        "tau": completion.tau,
+        **_read(completion, "text", "token_ids", "num_prompt_tokens", "num_tokens", "num_steps", "tau"),
         "block_sizes": [step.block_size for step in completion.steps],
         "verify_sizes": [step.verify_size for step in completion.steps],
         "emitted": [step.emitted for step in completion.steps],
-        "prefill_seconds": completion.prefill_seconds,
-        "decode_seconds": completion.decode_seconds,
-        "pilot_seconds": completion.pilot_seconds,
-        "tokens_per_second": completion.tokens_per_second,
-        "finish_reason": completion.finish_reason,
+        **_read(completion, "prefill_seconds", "decode_seconds", "pilot_seconds", "tokens_per_second", "finish_reason"),
         "pilot": llm.pilot.name,
         "target": llm.target_name,
         "drafter": llm.drafter.name if llm.drafter else None,
@@ -171,6 +161,10 @@ def _describe(completion: Completion, llm: "LLM", params: SamplingParams) -> dic
         "dtype": llm.config.dtype,
         "seed": params.seed,
     }
+
+
+def _read(completion: Completion, *names: str) -> dict[str, Any]:
+    return {name: getattr(completion, name) for name in names}
 
 
 def _print_summary(completion: Completion, llm: "LLM") -> None:

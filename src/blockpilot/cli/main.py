@@ -26,18 +26,18 @@ VERBS = {  # verb: (module, what `blockpilot --help` says)
     "report": ("blockpilot.cli.report", "turn results of bench into Markdown, HTML and figures"),
     "models": ("blockpilot.cli.models", "list, fetch, verify and export models"),
 }
-EXIT_FAILURE = 1
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells expect
-EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+_EXIT_FAILURE = 1
+_EXIT_BAD_INPUT = 2
+_EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells expect
+_EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
-class Parser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         _print_error(f"{message} (see {self.prog} --help)")
-        sys.exit(EXIT_BAD_INPUT)
+        sys.exit(_EXIT_BAD_INPUT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe can still be handled
         return int(exit_code)
     except SystemExit as request:  # argparse: --help, --version and errors
-        return request.code if isinstance(request.code, int) else EXIT_FAILURE
+        return request.code if isinstance(request.code, int) else _EXIT_FAILURE
     except BrokenPipeError:
         _silence_stdout()
-        return EXIT_BROKEN_PIPE
+        return _EXIT_BROKEN_PIPE
     except (Exception, KeyboardInterrupt) as error:
         if "--debug" in words:
             traceback.print_exc()
@@ -63,9 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """The parser for this command line: verbs that do not stand on it are only named, not imported."""
     summary = "Lossless speculative decoding: a drafter proposes blocks, the target checks them."
-    parser = Parser(prog="blockpilot", description=summary, allow_abbrev=False)
+    parser = _Parser(prog="blockpilot", description=summary, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"blockpilot {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    debug_help = "show the traceback of an error"
+    parser.add_argument("--debug", action="store_true", help=debug_help)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, title="verbs")
     for name, (module, purpose) in VERBS.items():
         verb = verbs.add_parser(
@@ -73,30 +74,24 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
         )
         if name in words:
             importlib.import_module(module).add_arguments(verb)
-            add_debug(verb)
+            # it may stand before or after the verb; SUPPRESS keeps the second parser from undoing the first
+            verb.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug_help)
     return parser
-
-
-def add_debug(parser: argparse.ArgumentParser) -> None:
-    """`--debug` may stand before or after the verb; SUPPRESS keeps the second parser from undoing the first."""
-    parser.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
-    )
 
 
 def _report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return _EXIT_INTERRUPTED
     if isinstance(error, BlockPilotError):
         _print_error(str(error))
         return error.exit_code
     if isinstance(error, OSError) and error.strerror:
         _print_error(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)
         _silence_stdout()  # a full disk behind standard output would fail again at exit
-        return EXIT_FAILURE
+        return _EXIT_FAILURE
     _print_error(f"unexpected {type(error).__name__}: {error} (run again with --debug to see where)")
-    return EXIT_FAILURE
+    return _EXIT_FAILURE
 
 
 def _print_error(message: str) -> None:

@@ -2,8 +2,9 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-from blockpilot.cli.console import print_json, print_note
+from blockpilot.cli.console import print_note, print_result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,18 +17,14 @@ def run(arguments: argparse.Namespace) -> int:
     from blockpilot.report.build import build_report
 
     files = build_report(arguments.runs, arguments.out or arguments.runs[0])
-    if arguments.json:
-        print_json(
-            {
-                "markdown": str(files.markdown),
-                "html": str(files.html),
-                "figures": [str(path) for path in files.figures],
-                "left_out": [{"figure": title, "reason": reason} for title, reason in files.left_out],
-            }
-        )
-        return 0
-    for title, reason in files.left_out:
-        print_note(f"left out: {title}, because {reason}")
-    print(files.html)
-    print(files.markdown)
+    value: dict[str, Any] = {
+        "markdown": str(files.markdown),
+        "html": str(files.html),
+        "figures": [str(path) for path in files.figures],
+        "left_out": [{"figure": title, "reason": reason} for title, reason in files.left_out],
+    }
+    if not arguments.json:
+        for title, reason in files.left_out:
+            print_note(f"left out: {title}, because {reason}")
+    print_result(value, value["html"], value["markdown"], is_json=arguments.json)
     return 0

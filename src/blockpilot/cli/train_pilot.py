@@ -8,8 +8,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockpilot.cli.collect import DEFAULT_TARGET
 from blockpilot.cli.console import print_columns, print_json, print_note, show_counted, show_progress
+from blockpilot.cli.options import DEFAULT_TARGET, add_option, read_count, read_fields, read_list
 from blockpilot.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from blockpilot.replay.pilot_report import Row
     from blockpilot.replay.pilot_training import TraceGroup
 
-KINDS = ("step", "prefill")
-INPUTS = ("distribution", "normalised", "softmax", "top-k", "hidden")
+_KINDS = ("step", "prefill")
+_INPUTS = ("distribution", "normalised", "softmax", "top-k", "hidden")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,30 +30,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     held_out_help = "traces to judge by, of other prompts (default: a quarter of --traces)"
     add("--held-out", nargs="+", type=Path, default=[], metavar="DIR", help=held_out_help)
     out_help = "the pilot's folder: use it as --pilot DIR (default for prefill: where `blockpilot bench` looks)"
-    add("--out", type=Path, default=None, metavar="DIR", help=out_help)
-    add("--kind", choices=KINDS, default="step", help="step: adaptive trees and chains; prefill: the paper's")
+    add("--out", type=Path, metavar="DIR", help=out_help)
+    add("--kind", choices=_KINDS, default="step", help="step: adaptive trees and chains; prefill: the paper's")
     profile_help = "judge by this machine's step costs: a file named by `blockpilot profile`"
-    add("--profile", type=Path, default=None, metavar="FILE", help=profile_help)
+    add("--profile", type=Path, metavar="FILE", help=profile_help)
     add("--json", action="store_true", help="print one JSON object at the end")
     group = parser.add_argument_group("prefill")
-    radius_help = "choose among B-k .. B+k around the trained size (default: 2)"
-    group.add_argument("--radius", type=int, default=2, metavar="K", help=radius_help)
-    group.add_argument("--sizes", default=None, metavar="B,...", help="choose among these instead")
-    group.add_argument("--inputs", choices=INPUTS, default="distribution", help="default: distribution")
-    group.add_argument("--hidden-size", type=int, default=2048, metavar="N", help="default: 2048")
-    group.add_argument("--layers", type=int, default=2, metavar="N", help="default: 2")
+    add_option(group, "--radius", 2, "choose among B-k .. B+k around the trained size", metavar="K")
+    group.add_argument("--sizes", metavar="B,...", help="choose among these instead")
+    add_option(group, "--inputs", "distribution", choices=_INPUTS)
+    add_option(group, "--hidden-size", 2048)
+    add_option(group, "--layers", 2)
     objective_help = "class: the best size, as published; tau: how much each size brings, weighed by its cost"
     group.add_argument("--objective", choices=("class", "tau"), default="class", help=objective_help)
     epochs_help = "default: as many as make 1500 steps of 64 requests"
-    group.add_argument("--epochs", type=int, default=None, metavar="N", help=epochs_help)
-    group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--device", default="cpu", help="to train on: cpu or cuda (default: cpu)")
+    group.add_argument("--epochs", type=int, metavar="N", help=epochs_help)
+    add_option(group, "--seed", 0)
+    add_option(group, "--device", "cpu", "to train on: cpu or cuda", metavar="DEVICE")
 
 
 def run(arguments: argparse.Namespace) -> int:
     for name in ("radius", "epochs"):
-        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            raise InputError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise InputError(f"--{name} must be at least 1, got {value}")
     if arguments.kind == "step" and (not arguments.traces or arguments.out is None):
         raise InputError("--kind step needs --traces and --out")
     with show_progress("reading traces"):
@@ -72,11 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not test.traces:
         raise InputError("no traces are left to judge by: give --held-out, or collect more prompts")
     if arguments.out is None:
-        arguments.out = _default_out(group)
+        from blockpilot.bench.methods import paper_pilot_folder
+
+        arguments.out = paper_pilot_folder(group.manifest["target"])
     loads = _find_loads(arguments.profile)
-    pilots, facts = (_fit_step if arguments.kind == "step" else _fit_prefill)(arguments, train, test)
-    rows = _judge(train, test, pilots, loads)
-    _print_result(arguments, facts, rows)
+    facts = _describe(train, test)
+    pilots = (_fit_step if arguments.kind == "step" else _fit_prefill)(arguments, train, test, facts)
+    _print_result(arguments, facts, _judge(train, test, pilots, loads))
     return 0
 
 
@@ -88,43 +89,44 @@ def _shipped_traces() -> Path:
     return folder
 
 
-def _default_out(group: "TraceGroup") -> Path:
-    from blockpilot.bench.methods import paper_pilot_folder
-
-    return paper_pilot_folder(group.manifest["target"])
-
-
 def _find_loads(profile: Path | None) -> "dict[str, StepCosts]":
+    """The step costs to judge under, by name."""
+    from blockpilot.engine.profile import read_profile
     from blockpilot.replay.pilot_report import linear_loads
 
-    if profile is None:
-        return linear_loads()
-    from blockpilot.engine.profile import read_profile
+    return linear_loads() if profile is None else {"this machine": read_profile(profile), **linear_loads()}
 
-    return {"this machine": read_profile(profile), **linear_loads()}
+
+def _describe(train: "TraceGroup", test: "TraceGroup") -> dict[str, Any]:
+    return {
+        "num_traces": len(train.traces),
+        "num_anchors": train.num_anchors,
+        "num_held_out": len(test.traces),
+        "tasks": sorted({trace.task for trace in train.traces}),
+        "temperatures": sorted({trace.temperature for trace in train.traces}),
+        "drafter_sha256": train.manifest.get("drafter_sha256"),
+    }
 
 
 def _fit_step(
-    arguments: argparse.Namespace, train: "TraceGroup", test: "TraceGroup"
-) -> "tuple[list[Pilot], dict[str, Any]]":
-    from blockpilot.pilots.files import save_pilot
+    arguments: argparse.Namespace, train: "TraceGroup", test: "TraceGroup", facts: dict[str, Any]
+) -> "list[Pilot]":
+    """Fit a tree and a chain, write them, and add to the facts how well calibrated they are."""
     from blockpilot.replay.pilot_report import draw_reliability, judge_calibration
     from blockpilot.replay.pilot_training import train_step
 
     with show_progress("fitting"):
         tree, chain = train_step(train)
         reports = judge_calibration(tree, test.traces)
-    errors = {task: round(report.error, 4) for task, report in reports.items()}
-    facts = _facts(arguments, train, test) | {"calibration_error": errors}
-    save_pilot(arguments.out, [tree, chain], training=facts, **_pair(train))
+    facts["calibration_error"] = {task: round(report.error, 4) for task, report in reports.items()}
+    _save(arguments.out, [tree, chain], train, facts)
     draw_reliability(arguments.out, reports)
-    return [chain, tree], facts
+    return [chain, tree]
 
 
 def _fit_prefill(
-    arguments: argparse.Namespace, train: "TraceGroup", test: "TraceGroup"
-) -> "tuple[list[Pilot], dict[str, Any]]":
-    from blockpilot.pilots.files import save_pilot
+    arguments: argparse.Namespace, train: "TraceGroup", test: "TraceGroup", facts: dict[str, Any]
+) -> "list[Pilot]":
     from blockpilot.replay.pilot_training import train_prefill_pilot
 
     config = _prefill_config(arguments, train)
@@ -137,46 +139,34 @@ def _fit_prefill(
             device=arguments.device,
             report=lambda done, total: report("training the network", done, total),
         )
-    facts = _facts(arguments, train, test)
     with show_progress("writing the pilot"):
-        save_pilot(arguments.out, pilot, training=facts, **_pair(train))
-    return [pilot], facts
+        _save(arguments.out, pilot, train, facts)
+    return [pilot]
+
+
+def _save(out: Path, pilots: Any, train: "TraceGroup", facts: dict[str, Any]) -> None:
+    from blockpilot.pilots.files import save_pilot
+
+    save_pilot(out, pilots, target=train.manifest["target"], drafter=train.manifest["drafter"], training=facts)
 
 
 def _prefill_config(arguments: argparse.Namespace, train: "TraceGroup") -> "PrefillConfig":
     from blockpilot.pilots.prefill import PrefillConfig, sizes_around
 
     setting = train.traces[0].setting
-    sizes = (
-        _parse_sizes(arguments.sizes) if arguments.sizes else sizes_around(setting.trained_block_size, arguments.radius)
-    )
+    sizes = sizes_around(setting.trained_block_size, arguments.radius)
+    if arguments.sizes:
+        advice = "give block sizes separated by commas, such as 4,8,16"
+        sizes = tuple(sorted(set(read_list(arguments.sizes, "--sizes", read_count, advice))))
     if missing := [size for size in sizes if size not in setting.sizes]:
         held = ", ".join(map(str, setting.sizes))
         raise InputError(f"block size {missing[0]} is not in the traces; they hold {held}: collect with --sizes")
-    is_hidden = arguments.inputs == "hidden"
-    return PrefillConfig(
-        input_size=len(train.traces[0].prefill.hidden) if is_hidden else setting.vocab_size,
-        sizes=sizes,
-        inputs=arguments.inputs,
-        hidden_size=arguments.hidden_size,
-        num_layers=arguments.layers,
-        objective=arguments.objective,
-    )
-
-
-def _pair(group: "TraceGroup") -> dict[str, str]:
-    return {"target": group.manifest["target"], "drafter": group.manifest["drafter"]}
-
-
-def _facts(arguments: argparse.Namespace, train: "TraceGroup", test: "TraceGroup") -> dict[str, Any]:
-    return {
-        "num_traces": len(train.traces),
-        "num_anchors": train.num_anchors,
-        "num_held_out": len(test.traces),
-        "tasks": sorted({trace.task for trace in train.traces}),
-        "temperatures": sorted({trace.temperature for trace in train.traces}),
-        "drafter_sha256": train.manifest.get("drafter_sha256"),
+    given = {
+        "input_size": len(train.traces[0].prefill.hidden) if arguments.inputs == "hidden" else setting.vocab_size,
+        "sizes": sizes,
+        "num_layers": arguments.layers,
     }
+    return PrefillConfig(**read_fields(PrefillConfig, arguments) | given)
 
 
 def _judge(
@@ -195,27 +185,19 @@ def _print_result(arguments: argparse.Namespace, facts: dict[str, Any], rows: "l
     if arguments.json:
         print_json({"out": str(arguments.out), **facts, "rows": [row.to_dict() for row in rows]})
         return
-    print_columns(
-        {
-            "load": [row.load for row in rows],
-            "method": [row.method for row in rows],
-            "tau": [f"{row.tau:.2f}" for row in rows],
-            "x plain": [f"{row.over_plain:.2f}" for row in rows],
-            "x best fixed": [f"{row.over_best_fixed:.3f}" for row in rows],
-            "95 %": [f"{row.interval[0]:.3f} to {row.interval[1]:.3f}" for row in rows],
-            "tokens checked": [f"{row.verify_size:.1f}" for row in rows],
-        }
-    )
+    columns = {
+        "load": [row.load for row in rows],
+        "method": [row.method for row in rows],
+        "tau": [f"{row.tau:.2f}" for row in rows],
+        "x plain": [f"{row.over_plain:.2f}" for row in rows],
+        "x best fixed": [f"{row.over_best_fixed:.3f}" for row in rows],
+        "95 %": [f"{row.interval[0]:.3f} to {row.interval[1]:.3f}" for row in rows],
+        "tokens checked": [f"{row.verify_size:.1f}" for row in rows],
+    }
+    print_columns(columns)
     if errors := facts.get("calibration_error"):
         worst = max((task for task in errors if task != "all"), key=errors.__getitem__)
         print_note(f"calibration error {errors['all']:.3f} on held-out nodes, worst {errors[worst]:.3f} ({worst})")
     print_note(
         f"{facts['num_traces']} traces fitted, {facts['num_held_out']} held out; the pilot is in {arguments.out}"
     )
-
-
-def _parse_sizes(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.isdecimal() for part in parts):
-        raise InputError(f"--sizes {text!r}: give block sizes separated by commas, such as 4,8,16")
-    return tuple(sorted({int(part) for part in parts}))

@@ -75,7 +75,7 @@ def build_drafter(
 def build_runner(
     decoder: Decoder, *, num_slots: int, context_length: int, device: torch.device, dtype: torch.dtype
 ) -> TargetRunner:
-    """With recorded passes where the GPU can run them. There an attention backend of PyTorch is switched off for all."""
+    """With recorded passes where the GPU can run them. On a GPU one of PyTorch's attention backends is switched off."""
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, for a tenth of a second, for every length it meets
     kind = GpuTargetRunner if can_fuse(device, decoder.config.head_dim, dtype) else TargetRunner

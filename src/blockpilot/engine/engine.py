@@ -6,8 +6,8 @@
     launch    the next decoding step, and on a device the one behind it
     report    text of what has grown
 
-Requests join and leave between steps. If a pass fails, the requests in it are taken out and their slots freed before the
-error goes on to the caller, so that the engine stays usable.
+Requests join and leave between steps. If a pass fails, the requests in it are taken out and their slots freed before
+the error goes on to the caller, so that the engine stays usable.
 """
 
 import time

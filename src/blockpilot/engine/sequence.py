@@ -8,8 +8,7 @@ from typing import Any
 from blockpilot.core.records import Completion, StepRecord
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.pilots.base import Pilot, PilotInputs
-from blockpilot.text.detokenizer import IncrementalDetokenizer
-from blockpilot.text.stops import StopMatcher
+from blockpilot.text.detokenizer import IncrementalDetokenizer, StopMatcher
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,7 +1,7 @@
 """THE decode loop body. Every method, from plain decoding to adaptive trees, is this one step.
 
-    begin    each request's pilot chooses, and an executor takes the step: on the host it has landed at once, on a device
-             it is in flight
+    begin    each request's pilot chooses, and an executor takes the step: on the host it has landed at once, on a
+             device it is in flight
     follow   the step behind one in flight, of the same requests, before anybody knows what that one brings
     land     answers grow by the emitted tokens, and pilots learn what came of their choices
 

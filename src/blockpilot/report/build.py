@@ -1,14 +1,35 @@
-"""Result folders in, `report.md`, `report.html` and figures out."""
+"""Result folders in; `report.md`, `report.html` and figures out. `page.md` and `page.html` are their templates."""
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from blockpilot.core.files import write_text
-from blockpilot.report.content import build_content
-from blockpilot.report.markdown import write_markdown
-from blockpilot.report.page import write_page
-from blockpilot.report.run_data import read_run
+from blockpilot.report import tables
+from blockpilot.report.notes import write_notes
+from blockpilot.report.run_data import Run, read_run, task_title
+from blockpilot.report.tables import Table
+
+if TYPE_CHECKING:
+    from blockpilot.report.figures.catalogue import DrawnFigure
+
+_TITLE = "BlockPilot benchmark"
+_LEAD = (
+    "Speedup is decode tokens per second over plain decoding by the same engine in the same run; every draft counts, "
+    "reading the prompt does not. τ is the number of tokens a step emits. Methods took turns on every prompt, in a "
+    "shuffled order."
+)
+_PUBLISHED_NOTE = (
+    "From the BlockPilot paper (arXiv 2606.31315), means over its tasks on an H100. Models, drafters and machine "
+    "differ, so these figures stand beside ours and not against them."
+)
+_READING = "Best of each column in bold. τ is the mean of the answers' means."
+_MAX_METHODS = 4  # of the answer that is shown block by block
+_MAX_PROMPT = 600  # characters
 
 
 @dataclass(frozen=True)
@@ -19,15 +40,128 @@ class ReportFiles:
     left_out: list[tuple[str, str]]
 
 
+@dataclass(frozen=True)
+class _Section:
+    """One run."""
+
+    run: Run
+    heading: str
+    setting: str
+    results: Table
+    notes: list[str]
+    figures: "list[DrawnFigure]"
+    left_out: list[tuple[str, str]]  # title of a figure, why it is missing
+    tables: list[tuple[str, Table]]
+
+
 def build_report(folders: Sequence[Path], out: Path) -> ReportFiles:
-    content = build_content([read_run(folder) for folder in folders])
-    figures = []
-    for section in content.sections:
-        for figure in section.figures:
-            path = out / "figures" / f"{figure.file_name}.svg"
-            write_text(path, figure.svg + "\n")
-            figures.append(path)
-    write_text(out / "report.md", write_markdown(content))
-    write_text(out / "report.html", write_page(content))
-    left_out = [entry for section in content.sections for entry in section.left_out]
-    return ReportFiles(out / "report.md", out / "report.html", figures, left_out)
+    runs = [read_run(folder) for folder in folders]
+    is_mixed = len({run.device for run in runs}) > 1
+    headings = [f"{run.title}, {run.device}" if is_mixed else run.title for run in runs]
+    sections = [
+        _build_section(run, heading, f"{place}-" if len(runs) > 1 else "")
+        for place, (run, heading) in enumerate(zip(runs, headings, strict=True), start=1)
+    ]
+    figures = {out / "figures" / f"{figure.file_name}.svg": figure.svg for one in sections for figure in one.figures}
+    for path, svg in figures.items():
+        write_text(path, svg + "\n")
+    overview = tables.overview_table(runs, headings) if len(runs) > 1 else None
+    for name in ("md", "html"):
+        write_text(out / f"report.{name}", _render(f"page.{name}", overview, sections))
+    left_out = [entry for section in sections for entry in section.left_out]
+    return ReportFiles(out / "report.md", out / "report.html", list(figures), left_out)
+
+
+def _build_section(run: Run, heading: str, prefix: str) -> _Section:
+    if importlib.util.find_spec("matplotlib") is None:
+        figures: list[DrawnFigure] = []
+        left_out = [("all figures", "matplotlib is not installed (pip install 'blockpilot[figures]')")]
+    else:
+        from blockpilot.report.figures.catalogue import draw_figures
+
+        figures, left_out = draw_figures(run, prefix)
+    found = {
+        "Block sizes": tables.best_fixed_table(run),
+        "Right answers": tables.scores_table(run),
+        "All rows": tables.details_table(run),
+    }
+    return _Section(
+        run=run,
+        heading=heading,
+        setting=_describe_setting(run),
+        results=tables.results_table(run),
+        notes=write_notes(run),
+        figures=figures,
+        left_out=left_out,
+        tables=[(title, table) for title, table in found.items() if table is not None],
+    )
+
+
+def _describe_setting(run: Run) -> str:
+    manifest = run.manifest
+    arguments = manifest.get("arguments", {})
+    drafters = ", ".join(drafter["name"] for drafter in manifest.get("drafters", {}).values()) or "none"
+    counts = sorted({row["num_prompts"] for row in run.of_method("ar")})
+    prompts = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}" if counts else "no"
+    word = "prompt" if counts == [1] else "prompts"
+    repeats = arguments.get("repeats", 1)
+    times = f", each {repeats} times" if repeats > 1 else ""
+    threads = f", {manifest['num_threads']} threads" if "num_threads" in manifest else ""
+    return (
+        f"{run.device}{threads}, {manifest.get('dtype', 'unknown dtype')}; target "
+        f"{run.rows[0]['model']}, drafters {drafters}; {prompts} {arguments.get('split', 'test')} {word} per task, up "
+        f"to {arguments.get('max_new_tokens', '?')} new tokens{times}."
+    )
+
+
+def _render(template: str, overview: Table | None, sections: Sequence[_Section]) -> str:
+    """The HTML needs no other file, styles and figures are inside; the Markdown links to the figures beside it."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=select_autoescape(["html"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(template).render(
+        title=_TITLE,
+        lead=_LEAD,
+        reading=_READING,
+        overview=overview,
+        sections=sections,
+        published=tables.published_table(),
+        published_note=_PUBLISHED_NOTE,
+        pick_answer=_pick_answer,
+    )
+
+
+def _pick_answer(run: Run) -> dict[str, Any] | None:
+    """The first sample token by token, with the steps of the fastest methods; None where there is no sample."""
+    sample = next((sample for sample in run.samples if len(sample["steps"]) > 1), None)
+    if sample is None:
+        return None
+    methods = sorted(
+        (method for method in sample["steps"] if method != "ar"),
+        key=lambda method: -(run.value(sample["task"], method, "speedup") or 0),
+    )
+    # a line break keeps its place and is seen; a token that adds no text yet is a dot
+    tokens = [str(piece).replace("\n", "↵\n") or "·" for piece in sample["pieces"]]
+    prompt = sample["prompt"]
+    return {
+        "title": f"{task_title(sample['task'])}, {sample['prompt_id']}",
+        "prompt": prompt if len(prompt) <= _MAX_PROMPT else prompt[:_MAX_PROMPT] + " ...",
+        "first": tokens[:1],
+        "methods": [_split_steps(method, tokens[1:], sample["steps"][method]) for method in methods[:_MAX_METHODS]],
+    }
+
+
+def _split_steps(method: str, tokens: list[str], steps: dict[str, list[int]]) -> dict[str, Any]:
+    """What each step drafted, what was accepted, and where the target spoke itself."""
+    found, place = [], 0
+    for block, verify, emitted in zip(steps["block_sizes"], steps["verify_sizes"], steps["emitted"], strict=True):
+        own = tokens[place : place + emitted]
+        found.append({"tokens": own, "block_size": block, "verify_size": verify, "emitted": emitted})
+        place += emitted
+    tau = place / len(found) if found else 0.0
+    return {"summary": f"{method}: {1 + place} tokens in {len(found)} steps, {tau:.2f} per step", "steps": found}

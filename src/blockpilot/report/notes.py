@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from blockpilot.report.run_data import MEAN, Run, task_title
-from blockpilot.report.tables import format_interval, mean_or_only
+from blockpilot.report.run_data import MEAN, Run, mean_or_only, task_title
+from blockpilot.report.tables import format_interval
 
-FEW_PROMPTS = 64  # per task; with fewer a figure is no claim
-MANY_LOOPS = 0.2
+_FEW_PROMPTS = 64  # per task; with fewer a figure is no claim
+_MANY_LOOPS = 0.2
 
 
 def write_notes(run: Run) -> list[str]:
@@ -23,9 +23,8 @@ def write_notes(run: Run) -> list[str]:
 
 def _losslessness(run: Run) -> list[str]:
     rows = [row for row in run.rows if row["task"] != MEAN]
-    drafted = [row for row in rows if row["method"] != "ar"]
     mismatches, near_ties = (sum(row[name] for row in rows) for name in ("mismatches", "near_ties"))
-    num_tokens = sum(row["num_tokens"] for row in drafted)
+    num_tokens = sum(row["num_tokens"] for row in rows if row["method"] != "ar")
     gap = run.manifest.get("near_tie_gap", 1e-4)
     notes = []
     if mismatches:
@@ -48,8 +47,7 @@ def _losslessness(run: Run) -> list[str]:
 
 def _gap(place: Mapping[str, Any]) -> float | None:
     """The most exact one known; None where one text ends and the other goes on."""
-    gap: float | None = place["gap"] if place["exact_gap"] is None else place["exact_gap"]
-    return gap
+    return place["gap"] if place["exact_gap"] is None else place["exact_gap"]
 
 
 def _place(place: Mapping[str, Any]) -> str:
@@ -102,14 +100,14 @@ def _against_best_fixed(run: Run) -> list[str]:
 
 def _in_hindsight(run: Run, column: str) -> list[str]:
     """Nobody knew the best size before, so it is a bar that no fixed size chosen beforehand would reach for certain."""
-    speeds = {method: run.value(column, method, "speedup") for method in run.fixed_sizes.values()}
-    known = {method: speed for method, speed in speeds.items() if speed is not None}
+    speeds = run.known(column, "speedup")
+    known = [method for method in run.fixed_sizes.values() if method in speeds]
     if not known:
         return []
-    best = max(known, key=known.__getitem__)
-    note = f"best-fixed was not measured; the best of the measured sizes in hindsight is {best} ({known[best]:.2f}x)"
-    if (auto := run.value(column, "auto", "speedup")) is not None:
-        note += f", auto is at {auto:.2f}x"
+    best = max(known, key=speeds.__getitem__)
+    note = f"best-fixed was not measured; the best of the measured sizes in hindsight is {best} ({speeds[best]:.2f}x)"
+    if "auto" in speeds:
+        note += f", auto is at {speeds['auto']:.2f}x"
     if (found := run.value(column, "auto", "over_best_chain")) is not None:
         note += f", {found['ratio']:.2f} times {found['method']} ({_range(found['ci'])})"
     return [f"{note}."]
@@ -120,7 +118,7 @@ def _range(interval: list[float] | None) -> str:
 
 
 def _loops(run: Run) -> list[str]:
-    found = [row for row in run.of_method("ar") if (row["loop_share"] or 0) > MANY_LOOPS]
+    found = [row for row in run.of_method("ar") if (row["loop_share"] or 0) > _MANY_LOOPS]
     if not found:
         return []
     shares = ", ".join(f"{task_title(row['task'])} {row['loop_share']:.0%}" for row in found)
@@ -128,14 +126,11 @@ def _loops(run: Run) -> list[str]:
 
 
 def _amount(run: Run) -> list[str]:
-    counts = [row["num_prompts"] for row in run.of_method("ar")]
-    notes = []
-    if counts and min(counts) < 2:
-        notes.append("One prompt per task has no interval: this run shows that everything works, not how fast it is.")
-    elif counts and min(counts) < FEW_PROMPTS:
-        claim = f"with fewer than {FEW_PROMPTS} a figure of one task is no claim"
-        notes.append(f"{min(counts)} prompts in the smallest task: {claim}.")
-    return notes
+    fewest = min((row["num_prompts"] for row in run.of_method("ar")), default=_FEW_PROMPTS)
+    if fewest < 2:
+        return ["One prompt per task has no interval: this run shows that everything works, not how fast it is."]
+    claim = f"with fewer than {_FEW_PROMPTS} a figure of one task is no claim"
+    return [f"{fewest} prompts in the smallest task: {claim}."] if fewest < _FEW_PROMPTS else []
 
 
 def _circumstances(manifest: dict[str, Any]) -> list[str]:
@@ -144,10 +139,9 @@ def _circumstances(manifest: dict[str, Any]) -> list[str]:
         for task, reason in manifest.get("left_out_tasks", {}).items()
     ]
     for task, count in manifest.get("prompts_too_long", {}).items():
-        notes.append(
-            f"{task_title(task)}: {_count(count, 'prompt was', 'prompts were')} passed over: too long for the context."
-        )
-    if "swebench" in manifest.get("prompts", {}) and manifest["prompts"]["swebench"].get("file") == "swebench.jsonl.gz":
+        passed = f"{_count(count, 'prompt was', 'prompts were')} passed over"
+        notes.append(f"{task_title(task)}: {passed}: too long for the context.")
+    if manifest.get("prompts", {}).get("swebench", {}).get("file") == "swebench.jsonl.gz":
         notes.append("The shipped SWE-bench prompts are the shortest issues of the set.")
     split = manifest.get("arguments", {}).get("split", "test")
     if split != "test":

@@ -11,30 +11,11 @@ from blockpilot.core.errors import InputError
 
 Row = dict[str, Any]
 MEAN = "mean"
-TITLES = {
-    "gsm8k": "GSM8K",
-    "math500": "MATH-500",
-    "aime24": "AIME24",
-    "humaneval": "HumanEval",
-    "mbpp": "MBPP",
-    "swebench": "SWE-bench",
-    "mt_bench": "MT-Bench",
-    "alpaca": "Alpaca",
-    MEAN: "Mean",
-}
-NEEDED: tuple[str, ...] = (
-    "task",
-    "method",
-    "model",
-    "temperature",
-    "num_prompts",
-    "num_tokens",
-    "num_steps",
-    "tau_mean",
-    "tau_pooled",
-)
-NEEDED += ("tau_loop_free", "loop_share", "tokens_per_second", "speedup", "speedup_ci", "end_to_end_speedup")
-NEEDED += ("mismatches", "near_ties", "manifest")
+_TITLES = {"gsm8k": "GSM8K", "math500": "MATH-500", "aime24": "AIME24", "humaneval": "HumanEval", "mbpp": "MBPP"}
+_TITLES |= {"swebench": "SWE-bench", "mt_bench": "MT-Bench", "alpaca": "Alpaca", MEAN: "Mean"}
+_NEEDED: tuple[str, ...] = ("task", "method", "model", "temperature", "num_prompts", "num_tokens", "num_steps")
+_NEEDED += ("tau_mean", "tau_pooled", "tau_loop_free", "loop_share", "tokens_per_second", "speedup", "speedup_ci")
+_NEEDED += ("end_to_end_speedup", "mismatches", "near_ties", "manifest")
 
 
 @dataclass(frozen=True)
@@ -55,24 +36,25 @@ class Run:
         return json.dumps(shown, indent=1)
 
     @property
-    def tasks(self) -> list[str]:
-        return [task for task in dict.fromkeys(row["task"] for row in self.rows) if task != MEAN]
-
-    @property
     def columns(self) -> list[str]:
         """The tasks, and their mean where there is one."""
         return list(dict.fromkeys(row["task"] for row in self.rows))
 
     @property
+    def tasks(self) -> list[str]:
+        return [task for task in self.columns if task != MEAN]
+
+    @property
     def methods(self) -> list[str]:
         return list(dict.fromkeys(row["method"] for row in self.rows))
 
-    def find(self, task: str, method: str) -> Row | None:
-        return next((row for row in self.rows if (row["task"], row["method"]) == (task, method)), None)
-
     def value(self, task: str, method: str, name: str) -> Any:
         """None where there is no such row, or the row has no such value."""
-        return (self.find(task, method) or {}).get(name)
+        return self.known(task, name).get(method)
+
+    def known(self, task: str, name: str) -> dict[str, Any]:
+        """By method, where the value is known."""
+        return {row["method"]: row[name] for row in self.rows if row["task"] == task and row.get(name) is not None}
 
     def of_method(self, method: str) -> list[Row]:
         """Its rows of single tasks."""
@@ -91,61 +73,60 @@ class Run:
     @property
     def title(self) -> str:
         row = self.rows[0]
-        heat = f"T = {row['temperature']:g}"
         many = self.manifest.get("arguments", {}).get("concurrency", 1)
-        return f"{row['model']}, {heat}" + (f", {many} requests at once" if many > 1 else "")
+        return f"{row['model']}, T = {row['temperature']:g}" + (f", {many} requests at once" if many > 1 else "")
 
 
 def task_title(task: str) -> str:
-    return TITLES.get(task, task)
+    return _TITLES.get(task, task)
+
+
+def mean_or_only(run: Run) -> str:
+    """The column that stands for the whole run."""
+    return MEAN if MEAN in run.columns else run.columns[0]
 
 
 def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise InputError(f"{folder} is no folder: give the --out of a `blockpilot bench` run")
-    rows = _read_lines(folder / "rows.jsonl", is_needed=True)
+    path = _find(folder, "rows.jsonl")
+    rows = _read_lines(path)
+    if not rows:
+        raise InputError(f"{path} holds no rows: the run may not be finished")
     for number, row in enumerate(rows, start=1):
-        if missing := [name for name in NEEDED if name not in row]:
-            raise InputError(f"{folder / 'rows.jsonl'}, line {number}: no field {missing[0]!r}")
-    manifest = _read_json(folder / "manifest.json")
-    samples = _read_lines(folder / "samples.jsonl", is_needed=False)
-    differences = _read_lines(folder / "differences.jsonl", is_needed=False)
+        if missing := [name for name in _NEEDED if name not in row]:
+            raise InputError(f"{path}, line {number}: no field {missing[0]!r}")
+    manifest = _parse(_read(folder / "manifest.json"), f"{folder / 'manifest.json'}")
+    others = (_find(folder, "samples.jsonl"), _find(folder, "differences.jsonl"))
+    samples, differences = (_read_lines(other) if other.is_file() else [] for other in others)
     return Run(folder.resolve().name, manifest, rows, samples, differences)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}; the run may not be finished") from error
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a JSON object")
-    return value
+def _find(folder: Path, name: str) -> Path:
+    """The file, or its gzipped form (`rows.jsonl.gz`)."""
+    packed = folder / f"{name}.gz"
+    return packed if packed.is_file() and not (folder / name).is_file() else folder / name
 
 
-def _read_lines(path: Path, *, is_needed: bool) -> list[dict[str, Any]]:
-    """Lines of JSON, from the file or its gzipped form (`rows.jsonl.gz`)."""
-    if not path.is_file() and (packed := path.with_name(path.name + ".gz")).is_file():
-        path = packed
-    if not path.is_file() and not is_needed:
-        return []
+def _read(path: Path) -> str:
     try:
         data = path.read_bytes()
-        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").splitlines()
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{path} cannot be read: {reason}; the run may not be finished") from error
-    found = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{path}, line {number}: not valid JSON ({error})") from error
-        if not isinstance(value, dict):
-            raise InputError(f"{path}, line {number}: expected a JSON object")
-        found.append(value)
-    if is_needed and not found:
-        raise InputError(f"{path} holds no rows: the run may not be finished")
-    return found
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    lines = _read(path).splitlines()
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{where}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: expected a JSON object")
+    return value

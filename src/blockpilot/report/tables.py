@@ -3,10 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from blockpilot.report.published import PUBLISHED
-from blockpilot.report.run_data import MEAN, Run, task_title
+from blockpilot.report.run_data import Run, mean_or_only, task_title
 
-EMPTY = "-"
+_EMPTY = "-"
+_PUBLISHED = (  # model, temperature; speedup and tau of EAGLE-3, DFlash and BlockPilot
+    ("Qwen3-4B", 0, ((1.70, 2.95), (3.99, 6.31), (4.17, 6.59))),
+    ("Qwen3-4B", 1, ((1.70, 2.88), (3.80, 5.35), (4.20, 5.92))),
+    ("Qwen3-8B", 0, ((1.75, 2.93), (4.42, 6.13), (4.66, 6.46))),
+    ("Qwen3-8B", 1, ((1.65, 2.77), (3.55, 5.00), (3.94, 5.55))),
+    ("Llama-3.1-8B", 0, (None, (3.03, 4.48), (3.25, 4.82))),
+    ("Qwen3-Coder-30B-A3B", 0, (None, (3.86, 5.68), (4.12, 6.05))),
+)
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,14 @@ class Table:
     headings: list[str]
     rows: list[list[Cell]]
 
+    @property
+    def flat_headings(self) -> list[str]:
+        """On one line, for Markdown: the group's name goes before the first of its columns."""
+        if not self.groups:
+            return self.headings
+        names = [name for name, width in self.groups for name in (name, *[""] * (width - 1))]
+        return [f"{name} {heading}".strip() for name, heading in zip(names, self.headings, strict=True)]
+
 
 def results_table(run: Run) -> Table:
     """Methods down, tasks across; speedup and tau of each, the best of every column marked."""
@@ -31,7 +46,10 @@ def results_table(run: Run) -> Table:
     for method in run.methods:
         cells = [Cell(method, is_label=True)]
         for task in run.columns:
-            cells += [_number(run, task, method, name, suffix) for name, suffix in (("speedup", "x"), ("tau_mean", ""))]
+            for name, suffix in (("speedup", "x"), ("tau_mean", "")):
+                known = run.known(task, name)
+                is_best = method in known and known[method] == max(known.values())
+                cells.append(Cell(_format(known.get(method), ".2f", suffix), is_best=is_best))
         rows.append(cells)
     return Table(groups, headings, rows)
 
@@ -42,37 +60,33 @@ def overview_table(runs: Sequence[Run], headings: Sequence[str]) -> Table:
     rows = []
     for run, heading in zip(runs, headings, strict=True):
         task = mean_or_only(run)
-        speeds = {method: value for method in run.methods if (value := run.value(task, method, "speedup")) is not None}
-        fixed = {method: speeds[method] for method in run.fixed_sizes.values() if method in speeds}
-        plain, auto = run.value(task, "ar", "tokens_per_second"), speeds.get("auto")
+        speeds, plain = run.known(task, "speedup"), run.value(task, "ar", "tokens_per_second")
         cells = [
             str(sum(row["num_prompts"] for row in run.of_method("ar"))),
-            EMPTY if plain is None else format_speed(plain),
-            _fastest(fixed),
+            _EMPTY if plain is None else format_speed(plain),
+            _fastest({method: speeds[method] for method in run.fixed_sizes.values() if method in speeds}),
             _fastest(speeds),
-            EMPTY if auto is None else f"{auto:.2f}x",
+            _format(speeds.get("auto"), ".2f", "x"),
             format_interval(run.value(task, "auto", "speedup_ci")),
         ]
-        rows.append([Cell(heading, is_label=True), *map(Cell, cells)])
+        rows.append(_row(heading, *cells))
     return Table([], columns, rows)
 
 
 def _fastest(speeds: Mapping[str, float]) -> str:
-    if not speeds:
-        return EMPTY
-    name = max(speeds, key=lambda method: speeds[method])
-    return f"{name} {speeds[name]:.2f}x"
+    name = max(speeds, key=speeds.__getitem__, default=None)
+    return _EMPTY if name is None else f"{name} {speeds[name]:.2f}x"
 
 
-def _number(run: Run, task: str, method: str, name: str, suffix: str) -> Cell:
-    value = run.value(task, method, name)
-    if value is None:
-        return Cell(EMPTY)
-    others = [run.value(task, other, name) for other in run.methods]
-    return Cell(f"{value:.2f}{suffix}", is_best=value == max(v for v in others if v is not None))
+def _row(label: str, *cells: str) -> list[Cell]:
+    return [Cell(label, is_label=True), *map(Cell, cells)]
 
 
-DETAILS = (
+def _format(value: float | None, form: str, suffix: str = "") -> str:
+    return _EMPTY if value is None else f"{value:{form}}{suffix}"
+
+
+_DETAILS = (
     ("num_prompts", "Prompts", "d"),
     ("num_tokens", "Tokens", "d"),
     ("tau_mean", "τ mean", ".2f"),
@@ -86,20 +100,20 @@ DETAILS = (
     ("mismatches", "Mismatches", "d"),
     ("near_ties", "Near-ties", "d"),
 )
-SCALES = {"time_to_first_token": 1e3}  # rows hold seconds
+_SCALES = {"time_to_first_token": 1e3}  # rows hold seconds
 
 
 def details_table(run: Run) -> Table:
     """Every row with its interval and the other ways to count."""
     headings = ["Task", "Method"]
-    for name, title, _ in DETAILS:
+    for name, title, _ in _DETAILS:
         headings += [title, "95 % interval"] if name == "speedup" else [title]
     rows = []
     for row in run.rows:
         cells = [Cell(task_title(row["task"]), is_label=True), Cell(row["method"], is_label=True)]
-        for name, _, form in DETAILS:
+        for name, _, form in _DETAILS:
             value = row.get(name)
-            cells.append(Cell(EMPTY if value is None else format(value * SCALES.get(name, 1), form)))
+            cells.append(Cell(_format(None if value is None else value * _SCALES.get(name, 1), form)))
             if name == "speedup":
                 cells.append(Cell(format_interval(row["speedup_ci"])))
         rows.append(cells)
@@ -111,22 +125,23 @@ def scores_table(run: Run) -> Table | None:
     found = [row for row in run.of_method("ar") if row.get("num_scored")]
     if not found:
         return None
-    rows = [
-        [Cell(task_title(row["task"]), is_label=True), Cell(f"{row['score']:.0%}"), Cell(str(row["num_scored"]))]
-        for row in found
-    ]
+    rows = [_row(task_title(row["task"]), f"{row['score']:.0%}", str(row["num_scored"])) for row in found]
     return Table([], ["Task", "Right", "Scored"], rows)
 
 
 def published_table() -> Table:
-    """The paper's own figures: other models on another machine, so no row to compare ours with."""
+    """What the BlockPilot paper (arXiv 2606.31315) reports: means over its tasks on an H100, 2048 new tokens.
+
+    Other models on another machine, so no row to compare ours with.
+    """
     groups = [("", 2)] + [(name, 2) for name in ("EAGLE-3", "DFlash (16)", "BlockPilot")]
     headings = ["Model", "T"] + ["Speedup", "τ"] * 3
     rows = []
-    for line in PUBLISHED:
-        cells = [Cell(line.model, is_label=True), Cell(f"{line.temperature:g}")]
-        for pair in (line.eagle3, line.dflash, line.blockpilot):
-            cells += [Cell(EMPTY), Cell(EMPTY)] if pair is None else [Cell(f"{pair[0]:.2f}x"), Cell(f"{pair[1]:.2f}")]
+    for model, temperature, pairs in _PUBLISHED:
+        cells = _row(model, str(temperature))
+        for pair in pairs:
+            speedup, tau = pair or (None, None)
+            cells += [Cell(_format(speedup, ".2f", "x")), Cell(_format(tau, ".2f"))]
         rows.append(cells)
     return Table(groups, headings, rows)
 
@@ -140,22 +155,17 @@ def best_fixed_table(run: Run) -> Table | None:
     rows = []
     for task in run.tasks:
         known = hindsight.get(task)
-        chosen = str(choice["size_by_task"].get(task, EMPTY)) if choice else EMPTY
-        best = EMPTY if known is None else f"{known['method'].partition(':')[2]} ({known['speedup']:.2f}x)"
-        rows.append([Cell(task_title(task), is_label=True), Cell(chosen), Cell(best)])
+        chosen = str(choice["size_by_task"].get(task, _EMPTY)) if choice else _EMPTY
+        best = _EMPTY if known is None else f"{known['method'].partition(':')[2]} ({known['speedup']:.2f}x)"
+        rows.append(_row(task_title(task), chosen, best))
     if choice:
-        rows.append([Cell("All tasks", is_label=True), Cell(str(choice["size"]), is_best=True), Cell(EMPTY)])
+        rows.append([Cell("All tasks", is_label=True), Cell(str(choice["size"]), is_best=True), Cell(_EMPTY)])
     return Table([], ["Task", "Chosen on calibration prompts", "Fastest measured on test, in hindsight"], rows)
 
 
 def format_interval(interval: Sequence[float] | None) -> str:
-    return EMPTY if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
+    return _EMPTY if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
 
 
 def format_speed(tokens_per_second: float) -> str:
     return f"{tokens_per_second:,.{0 if tokens_per_second >= 100 else 1}f}"
-
-
-def mean_or_only(run: Run) -> str:
-    """The column that stands for the whole run."""
-    return MEAN if MEAN in run.columns else run.columns[0]

@@ -1,4 +1,4 @@
-"""Token ids become text while the answer is still being written.
+"""Token ids become text while the answer is still being written, up to a stop string.
 
 A character may be spread over several tokens, so the decoded text can end in a replacement character that the next
 token turns into an emoji. Such an end is held back until it is settled. Every push decodes only a short window: the
@@ -10,10 +10,10 @@ decoding: after whole characters they always add the same text (`Pieces`).
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-REPLACEMENT = "\ufffd"
+_REPLACEMENT = "\ufffd"
 
 
-class Decodes(Protocol):
+class _Decodes(Protocol):
     def decode(self, token_ids: Sequence[int], /) -> str: ...
 
 
@@ -29,12 +29,12 @@ class Pieces(dict[int, str]):
 
     def __missing__(self, token_id: int) -> str:
         text = self._decode([token_id])
-        self[token_id] = piece = "" if REPLACEMENT in text else text
+        self[token_id] = piece = "" if _REPLACEMENT in text else text
         return piece
 
 
 class IncrementalDetokenizer:
-    def __init__(self, tokenizer: Decodes, pieces: Mapping[int, str] | None = None) -> None:
+    def __init__(self, tokenizer: _Decodes, pieces: Mapping[int, str] | None = None) -> None:
         self._tokenizer = tokenizer
         self._pieces = pieces
         self._window: list[int] = []  # the last settled piece, then the ids not settled yet
@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
             return piece
         self._window.append(token_id)
         fresh = self._tokenizer.decode(self._window)[self._settled_length :]
-        if not fresh or fresh.endswith(REPLACEMENT):
+        if not fresh or fresh.endswith(_REPLACEMENT):
             self._held = fresh
             return ""
         return self._settle(fresh)
@@ -72,3 +72,35 @@ class IncrementalDetokenizer:
         self._final.append(fresh)
         self._held = ""
         return fresh
+
+
+class StopMatcher:
+    """Fed with text piece by piece; holds back any tail that could still grow into a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self.is_stopped = False
+        self._held = ""
+
+    def push(self, piece: str) -> str:
+        """Text that is safe to show. Once a stop string appears, nothing after its start ever is."""
+        if self.is_stopped or not self.stops:
+            return "" if self.is_stopped else piece
+        text = self._held + piece
+        starts = [text.find(stop) for stop in self.stops if stop in text]
+        if starts:
+            self.is_stopped, self._held = True, ""
+            return text[: min(starts)]
+        keep = max(_overlap(text, stop) for stop in self.stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The held-back tail, when the answer ended without completing a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

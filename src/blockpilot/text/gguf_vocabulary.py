@@ -4,7 +4,7 @@ GGUF stores tokens, their types and the merges, but names the way text is cut in
 The labels we know are listed here; any other is an error, because a wrong cut gives different tokens without a sign.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -18,26 +18,20 @@ _WORDS_WITH_DIGIT_RUNS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
-def _byte_level(*, use_regex: bool) -> pre_tokenizers.ByteLevel:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
 
 def _split_words(digits: str) -> pre_tokenizers.PreTokenizer:
     pattern = Regex(_WORDS_WITH_DIGIT_RUNS.format(digits=digits))
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), _byte_level(use_regex=False)])
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), _BYTES])
 
 
-def _split_single_digits() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level(use_regex=True)])
-
-
-PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "gpt-2": lambda: _byte_level(use_regex=True),
-    "llama-bpe": lambda: _split_words(r"\p{N}{1,3}"),
-    "qwen2": lambda: _split_words(r"\p{N}"),
-    "smollm": _split_single_digits,
+_PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
+    "gpt-2": _WORDS,
+    "llama-bpe": _split_words(r"\p{N}{1,3}"),
+    "qwen2": _split_words(r"\p{N}"),
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _WORDS]),
 }
 
 
@@ -61,7 +55,7 @@ def build_backend(fields: Mapping[str, Any], where: str) -> Backend:
 def _finish(backend: Backend, *, pre: str, tokens: list[str], types: list[int]) -> Backend:
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    backend.pre_tokenizer = _PRE_TOKENIZERS[pre]
     backend.decoder = decoders.ByteLevel()
     control = [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL]
     defined = [token for token, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
@@ -76,8 +70,8 @@ def _check_kind(fields: Mapping[str, Any], where: str) -> str:
     if model != "gpt2":
         raise InputError(f"{where}: tokenizer model {model!r} is not supported; only byte-level BPE ('gpt2') is")
     pre = fields.get("tokenizer.ggml.pre")
-    if pre not in PRE_TOKENIZERS:
-        raise InputError(f"{where}: pre-tokenizer {pre!r} is not supported; known: {', '.join(PRE_TOKENIZERS)}")
+    if pre not in _PRE_TOKENIZERS:
+        raise InputError(f"{where}: pre-tokenizer {pre!r} is not supported; known: {', '.join(_PRE_TOKENIZERS)}")
     return str(pre)
 
 

@@ -17,6 +17,8 @@ from typing import IO, Any
 
 from blockpilot.core.errors import InputError
 
+SPLITS = ("test", "calibration", "all")
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 _KEYS = ("prompt", "text", "question", "instruction")
 
 
@@ -36,6 +38,9 @@ class Prompt:
     def is_calibration(self) -> bool:
         return int(self.digest, 16) % 4 == 0
 
+    def is_in(self, split: str) -> bool:
+        return split == "all" or self.is_calibration == (split == "calibration")
+
     @property
     def digest(self) -> str:
         return hashlib.sha256(self.id.encode()).hexdigest()
@@ -44,7 +49,7 @@ class Prompt:
 def read_prompts(path: Path, *, skip_bad: Callable[[InputError], None] | None = None) -> list[Prompt]:
     """Every prompt of a file; an error names the file and the line. With `skip_bad`, bad lines are told it and left."""
     try:
-        with _open(path) as lines:
+        with _OPENERS.get(path.suffix, open)(path, "rb") as lines:
             prompts = list(_parse(path, lines, skip_bad))
     except FileNotFoundError as error:
         raise InputError(f"prompt file {path} does not exist") from error
@@ -54,14 +59,6 @@ def read_prompts(path: Path, *, skip_bad: Callable[[InputError], None] | None = 
     if not prompts:
         raise InputError(f"prompt file {path} is empty")
     return prompts
-
-
-def _open(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    if path.suffix == ".xz":
-        return lzma.open(path, "rb")
-    return path.open("rb")
 
 
 def _parse(path: Path, lines: IO[bytes], skip_bad: Callable[[InputError], None] | None) -> Iterator[Prompt]:

@@ -9,8 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jinja2 import Template
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
@@ -20,11 +21,7 @@ from blockpilot.text.chat_template import Message, compile_template, render_temp
 from blockpilot.text.detokenizer import Pieces
 from blockpilot.text.gguf_vocabulary import build_backend
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
-GGUF_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # as GGUF files say
 
 
 class Tokenizer:
@@ -63,7 +60,7 @@ class Tokenizer:
         """Build from GGUF metadata, already read as plain values; `where` names the file in errors."""
         backend = build_backend(fields, where)
         tokens = fields["tokenizer.ggml.tokens"]
-        ids = {role: fields.get(f"tokenizer.ggml.{key}_token_id") for role, key in GGUF_ROLES.items()}
+        ids = {role: fields.get(f"tokenizer.ggml.{key}_token_id") for role, key in _ROLES.items()}
         ends = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
         for index in [*ids.values(), *ends]:
             if index is not None and not 0 <= index < len(tokens):
@@ -108,7 +105,7 @@ class Tokenizer:
         return self.encode(self.apply_chat_template([{"role": "user", "content": prompt}]))
 
     @cached_property
-    def _template(self) -> "Template":
+    def _template(self) -> Template:
         if self.chat_template is None:
             raise InputError("this model has no chat template; give the prompt raw")
         return compile_template(self.chat_template)
@@ -153,7 +150,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _special_texts(settings: dict[str, Any]) -> dict[str, str]:
     """Roles to text; older files store a token as an object with its text under `content`."""
-    found = {role: settings.get(role) for role in SPECIAL_ROLES}
+    found = {role: settings.get(role) for role in _ROLES}
     texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in found.items()}
     return {role: text for role, text in texts.items() if isinstance(text, str)}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import CandidateSelector, DFlash
 from blockpilot.models.eagle3 import Eagle3
-from blockpilot.text.loops import find_loop
+from blockpilot.text.repetition import find_loop
 from blockpilot.training.blocks import Blocks, make_blocks
 from blockpilot.training.responses import ResponseSet, TextBatch
 from blockpilot.training.text_passes import TargetEnds, draft_hidden, head_rows, own_embedding, read_taps, unroll

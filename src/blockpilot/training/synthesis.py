@@ -17,9 +17,8 @@ from pathlib import Path
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
 from blockpilot.models.loading import LoadedTarget
-from blockpilot.text.loops import find_loop
-from blockpilot.text.overlap import without_overlap
 from blockpilot.text.prompts import read_prompts
+from blockpilot.text.repetition import find_loop, without_overlap
 from blockpilot.text.tokenizer import Tokenizer
 from blockpilot.training.bulk_generation import BulkGenerator, Row
 from blockpilot.training.checkpoints import is_out_of_memory

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from blockpilot.engine.runner import PassResult, TargetRunner
 
 from blockpilot import LLM, EngineConfig
 from blockpilot.bench.answers import Answer
-from blockpilot.bench.asking import encode_turn
 from blockpilot.bench.audit import GAPS, Difference, Place, find_differences, group_differences
 from blockpilot.bench.config import BenchConfig
+from blockpilot.bench.plan import encode_turn
+from blockpilot.decoding.target import PassResult, TargetRunner
 from blockpilot.text.prompts import Prompt
 from tests.unit.bench.pieces import make_answer
 from tests.unit.training.pieces import chat_target

@@ -95,6 +95,18 @@ def test_every_method_is_compared_with_one_chain_the_best_of_the_run() -> None:
     assert {row["over_best_chain"] for row in alone} == {None}
 
 
+def test_a_prompt_has_the_tau_of_its_first_repeat_and_the_speed_of_all() -> None:
+    found = [
+        make_answer([3, 3], seconds=2.0),  # two turns of one prompt
+        make_answer([1] * 4, seconds=2.0, turn=1),
+        make_answer([2, 2, 2], seconds=1.0, repeat=1),  # a near-tie led to another text
+        make_answer([1] * 6, seconds=3.0, repeat=1, turn=1),
+    ]
+    (row,) = build_rows(found, [], {}, RowFacts("model", 0.0, "abc", ("quiz",), ("ar",)))
+    assert row["per_prompt"] == [{"id": "q0", "tau": (3 + 1) / 2, "tokens_per_second": (6 + 4 + 6 + 6) / 8}]
+    assert row["per_prompt"][0]["tau"] == row["tau_mean"]
+
+
 def test_one_task_needs_no_mean() -> None:
     rows = build_rows(answers("one", 2.0), [], {}, RowFacts("model", 0.0, "abc", ("one",), METHODS))
     assert {row["task"] for row in rows} == {"one"}

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from blockpilot.bench.answers import AnswersFile
-from blockpilot.bench.asking import Asker, Round
+from blockpilot.bench.measuring import Asker
 from blockpilot.bench.methods import Method
+from blockpilot.bench.plan import Round
 from blockpilot.bench.run import run_bench
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.errors import BlockPilotError, InputError

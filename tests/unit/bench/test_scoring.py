@@ -5,9 +5,8 @@ import time
 import pytest
 
 from blockpilot.bench.audit import Place
-from blockpilot.bench.final_answers import is_right
 from blockpilot.bench.sandbox import passes
-from blockpilot.bench.scoring import Scorer, humaneval_program, mbpp_program
+from blockpilot.bench.scoring import humaneval_program, is_right, mbpp_program, score
 from blockpilot.text.prompts import Prompt
 from tests.unit.bench.pieces import make_answer
 
@@ -77,5 +76,5 @@ def test_only_what_can_be_scored_is() -> None:
         ("talk", "d"): Place(Prompt("d", "?"), 0),
     }
     answers = [make_answer([1], task=task, prompt_id=prompt_id, text="4") for task, prompt_id in places]
-    assert Scorer(places, is_code_scored=False).score(answers) == {("gsm8k", "ar"): [True]}
-    assert Scorer(places, is_code_scored=True).score(answers)["mbpp", "ar"] == [True]
+    assert score(answers, places, is_code_scored=False) == {("gsm8k", "ar"): [True]}
+    assert score(answers, places, is_code_scored=True)["mbpp", "ar"] == [True]

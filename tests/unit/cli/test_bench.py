@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from blockpilot.bench.asking import Asker
+from blockpilot.bench.measuring import Asker
 from blockpilot.cli.main import main
 from blockpilot.models.dflash_format import save_dflash
 from tests.tiny import make_dflash

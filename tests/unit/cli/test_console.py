@@ -1,10 +1,12 @@
-"""Progress is drawn where somebody watches, and printed as plain lines where nobody does."""
+"""Progress is drawn where somebody watches, and printed as plain lines where nobody does; Ctrl-C is never lost."""
 
+import contextlib
 import io
+import signal
 
 import pytest
 
-from blockpilot.cli.console import print_columns, show_progress
+from blockpilot.cli.console import ProgressLines, print_columns, show_progress, watch_interrupts
 
 
 class Terminal(io.StringIO):
@@ -47,3 +49,26 @@ def test_long_cells_are_never_cut_in_a_log(capsys):
     output = capsys.readouterr().out
     assert "x" * 300 in output
     assert "[bold]no markup" in output
+
+
+def test_progress_lines_are_few(capsys):
+    report = ProgressLines()
+    for done in range(1, 101):
+        report("work", done, 100)
+    assert capsys.readouterr().err.splitlines() == ["work: 1 of 100", "work: 100 of 100"]
+
+
+def test_an_interrupt_that_was_swallowed_is_raised_again() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with watch_interrupts() as check:
+        check()
+        with contextlib.suppress(BaseException):  # as a finalizer does
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            check()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_is_raised_at_once() -> None:
+    with watch_interrupts(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)

@@ -8,7 +8,6 @@ import torch
 
 from blockpilot import LLM, SamplingParams
 from blockpilot.cli.main import main
-from blockpilot.cli.synthesize import ProgressLines
 from blockpilot.core.errors import BlockPilotError
 from blockpilot.training import setup
 from tests.unit.training.pieces import save_target
@@ -125,10 +124,3 @@ def test_a_stop_has_the_exit_code_of_its_signal(
     monkeypatch.setattr(setup.Trainer, "run", run)
     assert train(target, data, tmp_path) == 143
     assert capsys.readouterr().err.endswith("blockpilot: error: stopped; give the same command again\n")
-
-
-def test_progress_lines_are_few(capsys: pytest.CaptureFixture[str]) -> None:
-    report = ProgressLines()
-    for done in range(1, 101):
-        report("work", done, 100)
-    assert capsys.readouterr().err.splitlines() == ["work: 1 of 100", "work: 100 of 100"]

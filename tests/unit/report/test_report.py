@@ -1,6 +1,7 @@
 """Reports of a small run: facts in the files, not pixels."""
 
 import gzip
+import html
 import importlib.util
 import json
 import re
@@ -15,7 +16,6 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from blockpilot.core.errors import InputError
-from blockpilot.report.answer_view import draw_tokens
 from blockpilot.report.build import build_report
 from blockpilot.report.figures.lengths import acceptance, count_best
 from blockpilot.report.figures.speed import draw_speed_by_size
@@ -55,7 +55,7 @@ def test_the_page_says_what_was_measured(report: Path) -> None:
         "small-drafter",
     ):
         assert fact in page
-    for fact in ("Published, other models", "Qwen3-4B", "4.17x", "&quot;id&quot;: &quot;abc&quot;"):
+    for fact in ("Published, other models", "Qwen3-4B", "4.17x", "&#34;id&#34;: &#34;abc&#34;"):
         assert fact in page
     assert "<b>1.50x</b>" not in page  # only the best is bold
 
@@ -114,8 +114,8 @@ def test_seconds_to_the_first_token_are_shown_as_milliseconds(tmp_path: Path) ->
 
 def legend_of(rows: list[dict[str, Any]], folder: Path) -> tuple[Figure, list[Text]]:
     with rc_context(SETTINGS):
-        figure = draw_speed_by_size(read_run(write_run(folder, rows)))
-        assert isinstance(figure, Figure)
+        figure = Figure(layout="constrained")
+        draw_speed_by_size(read_run(write_run(folder, rows)), figure)
         FigureCanvasAgg(figure).draw()
     legend = figure.axes[0].get_legend()
     assert legend is not None
@@ -178,13 +178,16 @@ def test_several_runs_make_several_sections(tmp_path: Path) -> None:
     assert {path.stem for path in files.figures} == {f"{run}-{name}" for run in (1, 2) for name in FIGURES}
 
 
-def test_tokens_of_a_step_stand_together() -> None:
-    steps = {"block_sizes": [4, 4], "verify_sizes": [6, 4], "emitted": [3, 2]}
-    drawn = draw_tokens(["It", " is", " four", ".\n", "Done", "<b>"], steps)
+def test_tokens_of_a_step_stand_together(report: Path) -> None:
+    page = (report / "report.html").read_text(encoding="utf-8")
+    shown = page[page.index("<details open><summary>auto: 6 tokens in 2 steps, 2.50 per step</summary>") :]
+    drawn = shown.partition("</details>")[0]
     assert drawn.count("<i ") == 6 and drawn.count('class="own"') == 2 and drawn.count('class="step') == 2
     assert '<i class="first"' in drawn and "&lt;b&gt;" in drawn and ".↵\n" in drawn
     assert "step 1, position 2 of 3: accepted" in drawn
     assert "step 2: the target's own token; block size 4, 4 checked, 2 emitted" in drawn
+    text = re.sub("<[^>]*>", "", drawn.partition("</summary>")[2])
+    assert html.unescape(text).strip("\n") == "It is four.↵\nDone<b>"  # spaces between elements would be seen
 
 
 def test_counts_behind_the_figures(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from blockpilot.core.errors import BlockPilotError, InputError
-from blockpilot.text.loops import find_loop
+from blockpilot.text.repetition import find_loop
 from blockpilot.training import synthesis
 from blockpilot.training.manifests import MANIFEST
 from blockpilot.training.synthesis import PROMPTS_FILE, SynthesisConfig, chat_prefix, synthesize

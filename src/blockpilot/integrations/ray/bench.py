@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from blockpilot.bench.answers import Answer, AnswersFile
-from blockpilot.bench.asking import Round
 from blockpilot.bench.audit import Difference, Place
 from blockpilot.bench.measuring import Measurer, Progress, Report, explain_shortage
 from blockpilot.bench.methods import Method
-from blockpilot.bench.plan import Fit
+from blockpilot.bench.plan import Fit, Round
 from blockpilot.bench.run import BenchResult, BenchRun
 from blockpilot.bench.site import BenchSetup, LocalSite
 from blockpilot.bench.tasks import TaskPrompts
-from blockpilot.integrations.ray.cluster import ClusterOptions, open_cluster
-from blockpilot.integrations.ray.pool import Pool, Worker
+from blockpilot.integrations.ray.cluster import ClusterOptions, Pool, Worker, open_cluster
 
 
 class BenchWorker(Worker):
@@ -36,7 +34,7 @@ class BenchWorker(Worker):
 
     def answer_round(self, work: Round, methods: Sequence[Method]) -> tuple[list[Answer], str | None]:
         """The answers of all methods, or why the task does not fit into memory."""
-        measurer = self.site.make_measurer(Progress(_ignore, 0))
+        measurer = self.site.make_measurer(Progress(lambda *ignored: None, 0))
         measurer.warm_up([method for method in methods if method not in self.is_warm], [work])
         self.is_warm.update(methods)
         try:
@@ -49,7 +47,7 @@ class BenchWorker(Worker):
         return getattr(self.site, name)(*arguments)
 
 
-class RaySite:
+class _RaySite:
     """The models are with the workers: any of them answers for all."""
 
     def __init__(self, pool: Pool) -> None:
@@ -57,7 +55,7 @@ class RaySite:
         self.fit, self.description = pool.ask("describe")
 
     def make_measurer(self, progress: Progress) -> Measurer:
-        return RayMeasurer(self.pool, progress)
+        return _RayMeasurer(self.pool, progress)
 
     def find_differences(self, answers: Sequence[Answer], places: Mapping[tuple[str, str], Place]) -> list[Difference]:
         return self.pool.ask("call", "find_differences", answers, places)
@@ -69,13 +67,13 @@ class RaySite:
         return self.pool.ask("call", "step_costs")
 
 
-class RayMeasurer(Measurer):
+class _RayMeasurer(Measurer):
     def __init__(self, pool: Pool, progress: Progress) -> None:
         super().__init__(progress)
         self.pool = pool
 
     def measure_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], file: AnswersFile) -> None:
-        """Rounds of a task that turns out not to fit are tried nevertheless; what they bring is dropped."""
+        """All rounds are enqueued at once: those of a task that runs out of memory still run, and are dropped."""
         self.progress.start()
         calls = [(work, methods) for work in rounds if work.task not in self.left_out]
         self.progress.skip(sum(work.num_answers for work in rounds if work.task in self.left_out) * len(methods))
@@ -92,8 +90,4 @@ class RayMeasurer(Measurer):
 def bench_on_ray(setup: BenchSetup, options: ClusterOptions, *, out: Path, report: Report) -> BenchResult:
     """`run_bench` on a cluster; `setup` names its target and drafters."""
     with open_cluster(options) as placements, Pool(BenchWorker, placements, setup) as pool:
-        return BenchRun(setup, RaySite(pool), out, report).run()
-
-
-def _ignore(*values: object) -> None:
-    """Workers report through their results."""
+        return BenchRun(setup, _RaySite(pool), out, report).run()

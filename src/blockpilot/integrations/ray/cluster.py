@@ -1,29 +1,38 @@
-"""A Ray cluster to work on: a running one, or one of this machine's own that ends with the command.
+"""A Ray cluster to work on, and a pool of workers in it: shards in, results out.
 
-A device is a GPU, or a whole machine where there is none: one worker each, placed here and not left to Ray, so that
-every worker knows how many threads are its own.
+A cluster is a running one, or one of this machine's own that ends with the command. A device is a GPU, or a whole
+machine where there is none: one actor each, placed here and not left to Ray, so that every one knows how many threads
+are its own. A shard whose actor died goes to another one. What actors send back is put into the run's folder by the
+process that leads: a run looks the same on disk with and without Ray, and each goes on with what the other began.
 """
 
 import contextlib
+import logging
 import os
 import socket
 import sys
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from blockpilot import __version__
 from blockpilot.core.errors import BlockPilotError, InputError
 
-LOCAL = "local"  # no address: a cluster of this machine's own
-CONNECT_SECONDS = 10.0
-QUIET: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+MAX_LOSSES = 3  # of one shard: what kills three workers is not the workers' fault
+_LOCAL = "local"  # no address: a cluster of this machine's own
+_CONNECT_SECONDS = 10.0
+_GOES_ON = "what was done is kept: the same command goes on"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    address: str = LOCAL
+    address: str = _LOCAL
     device_type: str = "cpu"
     num_workers: int | None = None  # None: one per device
 
@@ -47,7 +56,7 @@ def open_cluster(options: ClusterOptions) -> Iterator[list[Placement]]:
         if is_ours:
             _init(options.address)
         try:
-            limit = torch.get_num_threads() if options.address == LOCAL else None
+            limit = torch.get_num_threads() if options.address == _LOCAL else None
             yield place_workers(ray.nodes(), options, limit)  # type: ignore[no-untyped-call]
         finally:
             if is_ours:
@@ -56,25 +65,22 @@ def open_cluster(options: ClusterOptions) -> Iterator[list[Placement]]:
 
 def _init(address: str) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    has_dashboard = False if address == _LOCAL else None  # a running cluster has decided that itself
     try:
-        if address == LOCAL:
-            ray.init(address=LOCAL, include_dashboard=False, **QUIET)
-        else:
-            _check_address(address)
-            ray.init(address=address, **QUIET)
+        _check_address(address)
+        ray.init(address=address, include_dashboard=has_dashboard, logging_level=logging.ERROR, log_to_driver=False)
     except (OSError, RuntimeError, ValueError) as error:  # ConnectionError and TimeoutError are kinds of OSError
-        reason = " ".join(str(error).split())[:200]
-        raise BlockPilotError(f"no Ray cluster at {address}: {reason}") from error
+        raise BlockPilotError(f"no Ray cluster at {address}: {_shorten(error)}") from error
 
 
 def _check_address(address: str) -> None:
     """Ray itself tries an address that nobody listens to for many minutes."""
-    if address == "auto":
+    if address in (_LOCAL, "auto"):
         return
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not host or not port.isdecimal():
         raise InputError(f"--ray {address}: give host:port, or no address to start a cluster on this machine")
-    socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+    socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
 
 
 def place_workers(
@@ -93,7 +99,93 @@ def place_workers(
         counts[min((node for node in room if counts[node] < room[node]), key=counts.__getitem__)] += 1
     placements = []
     for node, count in counts.items():
-        threads = max(1, int(alive[node]["CPU"]) // count) if count else 0
-        threads = min(threads, max_threads or threads)
-        placements += [Placement(node, threads, int(is_gpu))] * count
+        threads = max(1, int(alive[node]["CPU"]) // max(1, count))
+        placements += [Placement(node, min(threads, max_threads or threads), int(is_gpu))] * count
     return placements
+
+
+class Worker:
+    """What runs on one device. It loads models at the first call: errors of calls can be told, those in here cannot."""
+
+    def __init__(self, version: str, num_threads: int) -> None:
+        self.version, self.num_threads = version, num_threads
+
+    def prepare(self) -> None:
+        import torch
+
+        if self.version != __version__:
+            raise InputError(f"a worker has BlockPilot {__version__} and this machine {self.version}: install the same")
+        torch.set_num_threads(self.num_threads)
+
+
+class Pool:
+    """Actors of one worker class. Use it in a `with` block: they end with it."""
+
+    def __init__(self, worker_class: type[Worker], placements: Sequence[Placement], *arguments: Any) -> None:
+        """`arguments` follow the version and the number of threads."""
+        shared = [ray.put(argument) for argument in arguments]
+        actor: Any = ray.remote(worker_class)
+        self.workers = [
+            actor.options(
+                num_cpus=1 if place.num_gpus else place.num_threads,
+                num_gpus=place.num_gpus,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(place.node_id, soft=False),
+            ).remote(__version__, place.num_threads, *shared)
+            for place in placements
+        ]
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self.workers:
+            ray.kill(worker)
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """One call, by whichever worker lives."""
+        return next(self.run(method, [arguments]))[1]
+
+    def run(self, method: str, calls: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
+        """Index and result of each call in the order they finish; every worker has at most one call in flight."""
+        waiting, losses = deque(range(len(calls))), Counter[int]()
+        idle, running = list(self.workers), dict[Any, tuple[Any, int]]()
+        while waiting or running:
+            while waiting and idle:
+                worker, place = idle.pop(), waiting.popleft()
+                running[getattr(worker, method).remote(*calls[place])] = worker, place
+            reference = ray.wait(list(running))[0][0]
+            worker, place = running.pop(reference)
+            try:
+                result = ray.get(reference)
+            except RayTaskError as error:
+                raise _explain(error) from error
+            except RayError as error:
+                losses[place] += 1
+                self._drop(worker, error, num_losses=losses[place])
+                waiting.appendleft(place)
+                continue
+            idle.append(worker)
+            yield place, result
+
+    def _drop(self, worker: Any, error: RayError, *, num_losses: int) -> None:
+        """A worker is gone. The others take over, unless there are none or its work was lost too often."""
+        self.workers.remove(worker)
+        ray.kill(worker)  # it may only be out of reach
+        reason = _shorten(error)
+        if not self.workers:
+            raise BlockPilotError(f"all workers died ({_GOES_ON}), the last one so: {reason}") from error
+        if num_losses >= MAX_LOSSES:
+            raise BlockPilotError(f"a shard was lost {num_losses} times ({_GOES_ON}), last so: {reason}") from error
+        logger.warning("a worker died, %d go on: %s", len(self.workers), reason)
+
+
+def _explain(error: RayTaskError) -> BlockPilotError:
+    """What went wrong inside a worker, as a local run would say it."""
+    cause = error.cause
+    if isinstance(cause, BlockPilotError):
+        return cause
+    return BlockPilotError(f"a worker failed ({_GOES_ON}): {type(cause).__name__}: {cause}")
+
+
+def _shorten(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -9,8 +9,7 @@ from typing import Any
 from blockpilot.core.config import EngineConfig
 from blockpilot.core.files import atomic_path
 from blockpilot.engine.llm import LLM
-from blockpilot.integrations.ray.cluster import ClusterOptions, open_cluster
-from blockpilot.integrations.ray.pool import Pool, Worker
+from blockpilot.integrations.ray.cluster import ClusterOptions, Pool, Worker, open_cluster
 from blockpilot.replay.collect import PlacedPrompt, Report, Shards, describe_run, encode_requests
 from blockpilot.replay.collector import Collector
 from blockpilot.replay.config import CollectConfig

@@ -5,64 +5,83 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from blockpilot.report.figures.costs import draw_step_costs
 from blockpilot.report.figures.lengths import draw_acceptance, draw_best_sizes, draw_tau_by_size
-from blockpilot.report.figures.speed import draw_speed_by_size, draw_speedups, draw_time_split
+from blockpilot.report.figures.speed import draw_speed_by_size, draw_speedups, draw_step_costs, draw_time_split
+from blockpilot.report.figures.style import NoFigureError, render
 from blockpilot.report.run_data import Run
 
 
 @dataclass(frozen=True)
-class Kind:
+class _Kind:
     name: str
     title: str
     caption: str
-    draw: Callable[[Run], Figure | str]
+    draw: Callable[[Run, Figure], None]
 
 
-CATALOGUE = (
-    Kind(
+@dataclass(frozen=True)
+class DrawnFigure:
+    kind: _Kind
+    file_name: str
+    svg: str
+
+
+_CATALOGUE = (
+    _Kind(
         "speedups",
         "Speedup over plain decoding",
         "Decode tokens per second over those of plain decoding in the same run. Whiskers: paired bootstrap over "
         "prompts, 95 %. Dashed: plain decoding.",
         draw_speedups,
     ),
-    Kind(
+    _Kind(
         "speed-by-size",
         "Speed by block size",
         "Fixed DFlash chains by block size, and the other methods as lines across, named from the fastest down.",
         draw_speed_by_size,
     ),
-    Kind(
+    _Kind(
         "tau-by-size",
         "Tokens per step by block size",
         "Fixed DFlash chains; mean of the answers' means.",
         draw_tau_by_size,
     ),
-    Kind(
+    _Kind(
         "best-sizes",
         "Which fixed size serves a prompt best",
         "For every prompt the best of the measured sizes, by speed and by tokens per step. Known only in hindsight; "
         "with few tokens per prompt much of the spread is noise.",
         draw_best_sizes,
     ),
-    Kind(
+    _Kind(
         "acceptance",
         "Acceptance by position",
         "Of the steps that drafted as far as a position, the share whose accepted path reached it. Each answer's last "
         "step is left out.",
         draw_acceptance,
     ),
-    Kind(
+    _Kind(
         "time-split",
         "Where a step's time goes",
         "Mean milliseconds of one step. Other: keeping the cache, showing the drafter what was kept, text.",
         draw_time_split,
     ),
-    Kind(
+    _Kind(
         "step-costs",
         "What steps cost on this machine",
         "Measured before decoding, the host's work included. Adaptive methods weigh tokens against these milliseconds.",
         draw_step_costs,
     ),
 )
+
+
+def draw_figures(run: Run, prefix: str) -> tuple[list[DrawnFigure], list[tuple[str, str]]]:
+    """The figures that the run has data for; of the others the title, and why they are missing."""
+    figures, left_out = [], []
+    for kind in _CATALOGUE:
+        name = f"{prefix}{kind.name}"
+        try:
+            figures.append(DrawnFigure(kind, name, render(kind.draw, run, name)))
+        except NoFigureError as error:
+            left_out.append((kind.title, str(error)))
+    return figures, left_out

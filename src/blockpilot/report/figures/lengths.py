@@ -2,44 +2,40 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import count, takewhile
 
 from matplotlib.figure import Figure
 
-from blockpilot.report.figures.style import BLUE, ORANGE, WIDTH, line_looks
+from blockpilot.report.figures.style import BLUE, ORANGE, NoFigureError, finish_lines, line_looks, make_axes
 from blockpilot.report.run_data import Row, Run, task_title
 
-MAX_LINES = 8
-MIN_DRAFTED = 10  # a share of fewer drafts is left out
+_MAX_LINES = 8
+_MIN_DRAFTED = 10  # a share of fewer drafts is left out
 
 
-def draw_tau_by_size(run: Run) -> Figure | str:
+def draw_tau_by_size(run: Run, figure: Figure) -> None:
     sizes = run.fixed_sizes
     if len(sizes) < 2:
-        return "it needs dflash:B for two block sizes or more"
-    figure = Figure(figsize=(WIDTH, 3.1), layout="constrained")
-    axes = figure.subplots()
+        raise NoFigureError("it needs dflash:B for two block sizes or more")
+    axes = make_axes(figure, 3.1)
     for task, look in zip(run.tasks, line_looks(), strict=False):
         values = [run.value(task, method, "tau_mean") for method in sizes.values()]
         axes.plot(list(sizes), values, label=task_title(task), **look)
     axes.set(xlabel="block size B", ylabel="τ, tokens per step")
-    axes.set_xticks(list(sizes))
     axes.set_ylim(bottom=1)
-    axes.grid(axis="y")
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    return figure
+    finish_lines(axes, sizes)
 
 
-def draw_best_sizes(run: Run) -> Figure | str:
+def draw_best_sizes(run: Run, figure: Figure) -> None:
     """How many prompts each measured size serves best, by speed and by tau."""
     sizes = run.fixed_sizes
     if len(sizes) < 3:
-        return "it needs dflash:B for three block sizes or more"
+        raise NoFigureError("it needs dflash:B for three block sizes or more")
     counts = {name: count_best(run, name) for name in ("tokens_per_second", "tau")}
     total = sum(counts["tokens_per_second"].values())
     if not total:
-        return "the rows hold nothing about single prompts"
-    figure = Figure(figsize=(WIDTH, 2.6), layout="constrained")
-    axes = figure.subplots()
+        raise NoFigureError("the rows hold nothing about single prompts")
+    axes = make_axes(figure, 2.6)
     looks = {"tokens_per_second": ("most tokens/s", BLUE, "", -0.2), "tau": ("largest τ", ORANGE, "////", 0.2)}
     for name, (label, colour, hatch, shift) in looks.items():
         places = [place + shift for place in range(len(sizes))]
@@ -50,7 +46,6 @@ def draw_best_sizes(run: Run) -> Figure | str:
     axes.set(xlabel="block size B", ylabel=f"prompts of {total}")
     axes.margins(y=0.15)
     axes.legend(loc="lower right", ncols=2, bbox_to_anchor=(1, 1), borderaxespad=0)
-    return figure
 
 
 def count_best(run: Run, name: str) -> Counter[int]:
@@ -64,23 +59,19 @@ def count_best(run: Run, name: str) -> Counter[int]:
     return Counter(max(sorted(found), key=found.__getitem__) for found in values.values())
 
 
-def draw_acceptance(run: Run) -> Figure | str:
+def draw_acceptance(run: Run, figure: Figure) -> None:
     """Share of drafts whose accepted path reached a position, of those that went so far; all tasks together."""
     shares = {method: acceptance(run.of_method(method)) for method in run.methods}
     known = {method: share for method, share in shares.items() if share}
     if not known:
-        return "the rows hold no counts by position"
+        raise NoFigureError("the rows hold no counts by position")
     chosen = _choose_lines(list(known))
-    figure = Figure(figsize=(WIDTH, 3.1), layout="constrained")
-    axes = figure.subplots()
+    axes = make_axes(figure, 3.1)
     for method, look in zip(chosen, line_looks(), strict=False):
         axes.plot(range(1, len(known[method]) + 1), known[method], label=method, **look)
     axes.set(xlabel="position in the block", ylabel="share accepted", ylim=(0, 1))
     deepest = max(len(known[method]) for method in chosen)
-    axes.set_xticks(range(1, deepest + 1, 1 if deepest <= 16 else 2))
-    axes.grid(axis="y")
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    return figure
+    finish_lines(axes, range(1, deepest + 1, 1 if deepest <= 16 else 2))
 
 
 def acceptance(rows: Sequence[Row]) -> list[float]:
@@ -90,15 +81,13 @@ def acceptance(rows: Sequence[Row]) -> list[float]:
         positions = row.get("positions") or {"drafted": [], "accepted": []}
         drafted.update(dict(enumerate(positions["drafted"])))
         accepted.update(dict(enumerate(positions["accepted"])))
-    depth = 0
-    while drafted[depth] >= MIN_DRAFTED:
-        depth += 1
-    return [accepted[place] / drafted[place] for place in range(depth)]
+    places = takewhile(lambda place: drafted[place] >= _MIN_DRAFTED, count())
+    return [accepted[place] / drafted[place] for place in places]
 
 
 def _choose_lines(methods: list[str]) -> list[str]:
     """At most as many lines as there are looks: the widest chain first, then the adaptive methods and the drafters."""
     chains = sorted((m for m in methods if m.startswith("dflash:")), key=lambda m: -int(m.partition(":")[2]))
     ranked = [*chains[:1], "auto", "step", "eagle3", "ngram", "blockpilot", "chain-step", "best-fixed", *methods]
-    wanted = [method for method in dict.fromkeys(ranked) if method in methods][:MAX_LINES]
+    wanted = [method for method in dict.fromkeys(ranked) if method in methods][:_MAX_LINES]
     return [method for method in methods if method in wanted]

@@ -3,26 +3,18 @@ hatches that survive a grey printer."""
 
 import io
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 from typing import Any
 
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from blockpilot.report.run_data import Run
 
-BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
-    "#000000",
-    "#E69F00",
-    "#56B4E9",
-    "#009E73",
-    "#F0E442",
-    "#0072B2",
-    "#D55E00",
-    "#CC79A7",
-)
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, RED, PINK = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY, LIGHT = "#8c8c8c", "#d9d9d9"
 WIDTH = 8.6  # inches, the width of the page's text
 SETTINGS: dict[Any, Any] = {
@@ -47,7 +39,7 @@ SETTINGS: dict[Any, Any] = {
     "lines.markersize": 5,
     "svg.fonttype": "path",
 }
-FAMILIES = {  # start of a method's name -> colour, hatch
+_FAMILIES = {  # start of a method's name -> colour, hatch
     "ar": (LIGHT, ""),
     "ngram": (YELLOW, "\\\\"),
     "eagle3": (PINK, "////"),
@@ -60,33 +52,53 @@ FAMILIES = {  # start of a method's name -> colour, hatch
     "auto": (RED, ""),
 }
 LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)), (0, (3, 3)))
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-COLOURS = (BLUE, RED, GREEN, ORANGE, PINK, BLACK, SKY, GREY)
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_COLOURS = (BLUE, RED, GREEN, ORANGE, PINK, BLACK, SKY, GREY)
 
 
-@dataclass(frozen=True)
-class Drawing:
-    svg: str  # an element that stands inside a page
+class NoFigureError(Exception):
+    """A run lacks what a figure needs; the message says what."""
 
 
 def family(method: str) -> tuple[str, str]:
     """Colour and hatch of a method."""
-    return next((look for start, look in FAMILIES.items() if method.startswith(start)), (GREY, ""))
+    return next((look for start, look in _FAMILIES.items() if method.startswith(start)), (GREY, ""))
 
 
 def line_looks() -> Any:
     """Colour, line style and marker for one series after the other, without end."""
     return cycle(
         {"color": colour, "linestyle": line, "marker": marker}
-        for colour, line, marker in zip(COLOURS, LINES, MARKERS, strict=True)
+        for colour, line, marker in zip(_COLOURS, LINES, _MARKERS, strict=True)
     )
 
 
-def render(draw: Callable[[Run], Figure | str], run: Run, name: str) -> Drawing | str:
-    """The figure, or why there is none. The same figure gives the same text."""
+def make_axes(figure: Figure, height: float) -> Axes:
+    """One plot as wide as the page's text."""
+    figure.set_size_inches(WIDTH, height)
+    return figure.subplots()
+
+
+def finish_lines(axes: Axes, ticks: Iterable[int]) -> None:
+    """The lines' names stand to the right of the plot."""
+    axes.set_xticks(list(ticks))
+    axes.grid(axis="y")
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+
+
+def finish_bars(axes: Axes, methods: Sequence[str]) -> None:
+    """Horizontal bars, one below the other."""
+    axes.set_yticks(range(len(methods)), methods)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(methods) - 0.4, -0.6)
+
+
+def render(draw: Callable[[Run, Figure], None], run: Run, name: str) -> str:
+    """The figure as an <svg> element that stands inside a page. The same figure gives the same text."""
     with rc_context({**SETTINGS, "svg.hashsalt": name}):
-        figure = draw(run)
-        return figure if isinstance(figure, str) else Drawing(_to_svg(figure))
+        figure = Figure(layout="constrained")
+        draw(run, figure)
+        return _to_svg(figure)
 
 
 def _to_svg(figure: Figure) -> str:
@@ -95,6 +107,6 @@ def _to_svg(figure: Figure) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    for name in ("width", "height"):  # the page decides
+        text = re.sub(rf'(<svg[^>]*?) {name}="[^"]*"', r"\1", text, count=1)
     return re.sub(r"[ \t]*\n[ \t]*", "\n", text).strip()

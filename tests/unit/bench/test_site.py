@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from blockpilot import EngineConfig, SamplingParams
-from blockpilot.bench.engines import Engines
 from blockpilot.bench.methods import parse_methods
+from blockpilot.bench.site import Engines
 from blockpilot.core.errors import InputError
 from blockpilot.models.dflash_format import save_dflash
 from tests.tiny import make_dflash, make_eagle3

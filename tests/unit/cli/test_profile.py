@@ -4,7 +4,7 @@ import importlib.util
 import pytest
 
 from blockpilot.cli.main import main
-from blockpilot.cli.profile_vllm import engine_options
+from blockpilot.cli.profile import vllm_options
 from blockpilot.models.export import public_drafter
 
 
@@ -15,7 +15,7 @@ def arguments(**options):
 
 def test_the_engine_gets_the_pair_and_the_users_own_arguments(monkeypatch, tmp_path):
     monkeypatch.setenv("BLOCKPILOT_CACHE", str(tmp_path))
-    options = engine_options(arguments(engine_args='{"enforce_eager": true, "max_num_seqs": 9}'), 4, 256)
+    options = vllm_options(arguments(engine_args='{"enforce_eager": true, "max_num_seqs": 9}'), 4, 256)
     assert options["speculative_config"]["model"] == public_drafter("smollm2-135m-dflash")
     assert options["enforce_eager"] and options["max_num_seqs"] == 9 and options["max_model_len"] > 256
     assert options["additional_config"]["blockpilot"]  # the plugin is on, or nothing could be measured

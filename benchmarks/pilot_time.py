@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from blockpilot.core.candidates import Candidates
 
+from blockpilot.core.draft import HostDraft
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.verification import accept
-from blockpilot.pilots.base import Pilot, PilotInputs
+from blockpilot.pilots.base import Asked, Drafted, Outcome, Pilot, PilotInputs, Selection
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.registry import load_pilot
 from blockpilot.replay.trace_files import TraceSet
@@ -93,18 +93,21 @@ def summarize(steps: Sequence[StepTime]) -> dict[str, Any]:
 
 def walk(trace: Trace, pilot: Pilot, *, is_warm: bool = True) -> Iterator[StepTime]:
     """The steps of one request, as `replay/simulate.py` takes them."""
-    pilot = pilot.start(None)
-    anchor = num_steps = emitted = 0
+    memory = pilot.start(None)
+    anchor = num_steps = 0
     while anchor < trace.num_anchors and trace.max_new_tokens - anchor > 2:
-        inputs = make_inputs(trace, anchor, num_steps, emitted)
+        inputs = make_inputs(trace, anchor, num_steps)
         started = pause(is_warm)
-        size = pilot.choose(inputs)
+        choice = pilot.choose([Asked(memory, inputs)])[0]
         chosen = time.perf_counter()
-        candidates = show_draft(trace, size, anchor, pilot.num_candidates) if size > 1 else None
+        size = choice.draft_size
+        draft = show_draft(trace, size, anchor, pilot.num_candidates) if size > 1 else None
         drafted = pause(is_warm)
-        is_plain = candidates is None
-        tree = DraftTree.chain(ABSENT, []) if is_plain else pilot.select_tree(inputs, candidates, ABSENT)
+        found = Selection(DraftTree.chain(ABSENT, []))
+        if draft is not None:
+            found = pilot.select([Drafted(memory, inputs, choice, draft, ABSENT)])[0]
         selected = time.perf_counter()
+        tree = found.tree
         ranks = [*(trace.draft(size).true_ranks[anchor].tolist() if size > 1 else ()), ABSENT]
         target_ids = [ranks[min(depth, len(ranks) - 1)] for depth in tree.depths]
         verified = pause(is_warm)
@@ -113,10 +116,12 @@ def walk(trace: Trace, pilot: Pilot, *, is_warm: bool = True) -> Iterator[StepTi
         times = (chosen - started, selected - drafted, ended - verified)
         yield StepTime(*(seconds * 1e6 for seconds in times), num_nodes=len(tree) - 1)
         emitted = len(accepted.emitted_ids)
+        if draft is not None:
+            pilot.learn([Outcome(memory, inputs, tree.max_depth, found.promised, found.head, emitted)])
         anchor, num_steps = anchor + emitted, num_steps + 1
 
 
-def show_draft(trace: Trace, size: int, anchor: int, num_candidates: int) -> Candidates:
+def show_draft(trace: Trace, size: int, anchor: int, num_candidates: int) -> HostDraft:
     """With arrays that lie in memory as a drafter's do."""
     candidates = trace.candidates(size, anchor, num_candidates)
     return replace(candidates, token_ids=candidates.token_ids.copy())
@@ -129,7 +134,7 @@ def pause(is_warm: bool) -> float:
     return time.perf_counter()
 
 
-def make_inputs(trace: Trace, anchor: int, num_steps: int, last_emitted: int) -> PilotInputs:
+def make_inputs(trace: Trace, anchor: int, num_steps: int) -> PilotInputs:
     return PilotInputs(
         num_steps=num_steps,
         context_length=trace.num_prompt_tokens + anchor,
@@ -138,7 +143,6 @@ def make_inputs(trace: Trace, anchor: int, num_steps: int, last_emitted: int) ->
         max_block_size=trace.setting.max_block_size,
         trained_block_size=trace.setting.trained_block_size,
         temperature=trace.temperature,
-        last_emitted=last_emitted,
     )
 
 

@@ -21,7 +21,7 @@ from blockpilot.core.errors import InputError
 from blockpilot.models.shipped import DRAFTERS
 from blockpilot.pilots.files import read_card
 from blockpilot.pilots.registry import load_pilot
-from blockpilot.replay.compact import shipped_traces
+from blockpilot.replay.trace_files import shipped_traces
 
 DEFAULT_METHODS: tuple[str, ...] = ("ar", "ngram", "eagle3", "eagle3-tree", "dflash:4", "dflash:8", "dflash:16")
 DEFAULT_METHODS += ("dflash:32", "best-fixed", "tree:15", "blockpilot", "chain-step", "step", "auto")

@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _shipped_traces() -> Path:
-    from blockpilot.replay.compact import shipped_traces
+    from blockpilot.replay.trace_files import shipped_traces
 
     if (folder := shipped_traces(DEFAULT_TARGET)) is None:
         raise InputError(f"no traces ship for {DEFAULT_TARGET}: give --traces, written by `blockpilot collect`")

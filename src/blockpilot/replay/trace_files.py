@@ -2,7 +2,8 @@
 
 Requests lie back to back in every column; `answer_offsets` says where each begins (an answer of n tokens has n - 1
 anchors). Shards are written whole or not at all, and the same requests give the same bytes, so that an interrupted
-collection goes on behind its last shard. A shard whose name ends in `.xz` is compressed (`compact.py` writes such).
+collection goes on behind its last shard. A shard whose name ends in `.xz` is compressed: traces that ship are (made by
+`recipes/make_compact_traces.py`).
 """
 
 import json
@@ -17,8 +18,9 @@ from numpy.typing import NDArray
 
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import atomic_path
+from blockpilot.models.shipped import ASSETS
 from blockpilot.replay.traces import DraftColumns, PrefillColumns, Trace, TraceSetting
-from blockpilot.training.manifests import read_manifest
+from blockpilot.training.manifests import MANIFEST, read_manifest
 
 _SHARD_NAMES = (".safetensors", ".safetensors.xz")  # plain, compressed
 _REQUESTS = "requests"  # the one metadata key of a shard: its strings. A second key would come in random order
@@ -72,6 +74,12 @@ class TraceSet:
             return list(_unpack(columns, strings, self.setting, self.manifest["draft_sizes"]))
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise _damaged(path) from error
+
+
+def shipped_traces(target: str) -> Path | None:
+    """The folder of the traces that ship for a preset target, if there is one."""
+    folder = ASSETS / f"{target}-traces"
+    return folder if Path(target).name == target and (folder / MANIFEST).is_file() else None
 
 
 def require_alike(sets: Sequence[TraceSet], keys: Sequence[str], like: Mapping[str, Any] | None = None) -> None:

@@ -45,7 +45,7 @@ def test_errors(name: str, message: str) -> None:
 
 
 def test_the_papers_pilot_must_be_there(model_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blockpilot.replay.compact.ASSETS", model_cache)
+    monkeypatch.setattr("blockpilot.replay.trace_files.ASSETS", model_cache)
     with pytest.raises(InputError, match=r"`blockpilot train-pilot --kind prefill --traces TR.*smollm2-135m-prefill`"):
         parse("blockpilot")
     (model_cache / "smollm2-135m-traces").mkdir(parents=True)

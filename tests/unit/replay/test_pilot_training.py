@@ -16,11 +16,11 @@ from blockpilot.pilots.files import read_card
 from blockpilot.pilots.registry import load_pilot
 from blockpilot.pilots.step import StepPilot
 from blockpilot.replay.collect import collect
-from blockpilot.replay.compact import Kept, write_compact
 from blockpilot.replay.pilot_report import compare, judge_calibration
 from blockpilot.replay.pilot_training import drafts_of, hold_out, read_group, train_step
 from blockpilot.replay.simulate import walk_chain
-from blockpilot.replay.trace_files import TraceSet
+from blockpilot.replay.trace_files import TraceSet, shard_path, write_shard
+from blockpilot.training.manifests import write_manifest
 from tests.unit.replay.pieces import SIZES, ignore, make_config, make_pair, make_requests, run_collect
 
 FOLDERS = ("a", "b")
@@ -124,12 +124,14 @@ def test_the_command_alone_builds_the_papers_pilot_from_shipped_traces(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("BLOCKPILOT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("blockpilot.replay.compact.ASSETS", tmp_path)
+    monkeypatch.setattr("blockpilot.replay.trace_files.ASSETS", tmp_path)
     assert main(["train-pilot", "--kind", "prefill"]) == 2
     assert "no traces ship for smollm2-135m: give --traces" in capsys.readouterr().err
     shipped = tmp_path / "smollm2-135m-traces"
     all_folders = [*folders, folders[0].parent / HELD_OUT]
-    write_compact(all_folders, shipped, kept=Kept(), max_bytes=10**6, licences={"tiny": "MIT"})
+    traces = [replace(trace, drafts={}) for folder in all_folders for trace in TraceSet(folder)]
+    write_shard(shard_path(shipped, 0), traces, "float16")
+    write_manifest(shipped, TraceSet(all_folders[0]).manifest | {"draft_sizes": []})
     words = ["--sizes", "3,8", "--hidden-size", "8", "--epochs", "2"]
     assert main(["train-pilot", "--kind", "prefill", *words]) == 0
     spoken = capsys.readouterr()

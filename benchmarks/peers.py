@@ -67,7 +67,7 @@ def compare(arguments: argparse.Namespace, out: Path) -> list[Row]:
     with show_counted("answers, choosing best-fixed") as report:
         run = BenchRun(setup, site, out, report)
         methods = run.choose_methods()
-    ours = [Ours(site.engines.of(method), method) for method in methods]
+    ours = [Ours(site.llms[method.drafter], method) for method in methods]
     peers, skipped = build_peers(arguments, setup, site)
     encoded = {work.key: encode_turn(site.tokenizer, work.prompts[0], []) for work in run.rounds}
     longest = max(encoded.values(), key=len)
@@ -129,7 +129,7 @@ def build_peers(
             dtype=setup.dtype,
             context_length=site.fit.context_length,
             num_threads=torch.get_num_threads(),
-            eos_token_ids=tuple(site.engines.plain.engine.eos_token_ids),
+            eos_token_ids=tuple(site.plain.engine.eos_token_ids),
         )
     )
     usual = CPU_PEERS if setup.device == "cpu" else GPU_PEERS

@@ -38,14 +38,14 @@ from blockpilot import EngineConfig
 from blockpilot.bench import manifest as manifests
 from blockpilot.bench.answers import Answer
 from blockpilot.bench.config import BenchConfig
-from blockpilot.bench.measuring import Asker, LocalMeasurer, Progress
+from blockpilot.bench.measuring import Asker, Measurer
 from blockpilot.bench.methods import NO_DRAFTER, Method, choose_drafters, parse_methods
 from blockpilot.bench.plan import Fit, encode_turn, fit_prompts, plan_rounds
-from blockpilot.bench.site import Engines
 from blockpilot.bench.tasks import TaskPrompts, default_tasks, read_task
 from blockpilot.cli.console import show_counted
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
+from blockpilot.core.progress import Progress
 from blockpilot.engine.llm import LLM
 from blockpilot.engine.profile import measure
 from blockpilot.engine.step_timing import ProfilePlan
@@ -55,7 +55,6 @@ from blockpilot.pilots.fixed import FixedPilot, TreePilot
 from blockpilot.pilots.prefill import PrefillPilot
 from blockpilot.pilots.registry import load_pilot
 from blockpilot.pilots.step import StepPilot
-from blockpilot.replay.collect import Clock
 from blockpilot.replay.collector import Collector
 from blockpilot.replay.config import CollectConfig, ReplayRequest
 from blockpilot.replay.simulate import simulate
@@ -83,11 +82,10 @@ def compare(arguments: argparse.Namespace, out: Path) -> None:
         raise InputError("no method drafts: name another one beside ar")
     plan = plan_profile(arguments)
     llm, fit = load_engine(arguments, config, tasks, drafter, plan)
-    engines = Engines({NO_DRAFTER: llm, "dflash": llm})
-    description = manifests.describe_run(config, methods, fit.tasks, engines, {"dflash": drafter})
+    description = manifests.describe_run(config, methods, fit.tasks, llm, {"dflash": drafter})
     manifest = manifests.open_run(out, description)
     write_text(out / "profile.json", json.dumps(llm.costs.to_dict(), indent=1) + "\n")
-    answers = decode_all(engines, fit, config, methods, out)
+    answers = decode_all(llm, fit, config, methods, out)
     drift = measure_drift(llm, plan)
     walks = simulate_all(llm, fit, config, methods)
     rows = build_rows(answers, walks, config, llm.costs)
@@ -156,21 +154,18 @@ def measure_drift(llm: LLM, plan: ProfilePlan) -> dict[str, float]:
     }
 
 
-def decode_all(
-    engines: Engines, fit: Fit, config: BenchConfig, methods: Sequence[Method], out: Path
-) -> Sequence[Answer]:
-    rounds = plan_rounds(fit.tasks, config)
-    asker = Asker(engines, config)
-    tokenizer = engines.plain.tokenizer
-    longest = max(rounds, key=lambda work: len(encode_turn(tokenizer, work.prompts[0], [])))
+def decode_all(llm: LLM, fit: Fit, config: BenchConfig, methods: Sequence[Method], out: Path) -> Sequence[Answer]:
+    rounds = plan_rounds({task.name: task.prompts for task in fit.tasks}, config.concurrency, config.repeats)
+    asker = Asker({NO_DRAFTER: llm, "dflash": llm}, config)
+    longest = max(rounds, key=lambda work: len(encode_turn(llm.tokenizer, work.prompts[0], [])))
     with show_counted("answers") as report:
         progress = Progress(report, len(rounds) * len(methods))
         for method in methods:  # what occurs late in an answer is prepared too
             progress.prepare(f"warming up {method.name}")
-            asker.warm_up(method, longest.prompts)
+            asker.run_once(method, longest.prompts)
             asker.ask(longest, method)
-        measurer = LocalMeasurer(asker, progress, config.seed)
-        answers = measurer.measure(rounds, methods, out / "answers.jsonl").answers
+        measurer = Measurer(asker, progress)
+        answers = measurer.measure(rounds, methods, out / "answers.jsonl")
     if measurer.left_out:
         raise BlockPilotError("; ".join(f"task {task}: {reason}" for task, reason in measurer.left_out.items()))
     return answers
@@ -200,14 +195,14 @@ def simulate_all(
     is_pipelined = llm.engine.device_executor is not None  # there choices come one step late
     walks: dict[tuple[str, str], list[Walk]] = {(task, name): [] for task in config.tasks for name in pilots}
     with show_counted("replayed") as report:
-        clock = Clock(len(requests), report)
+        progress = Progress(report, len(requests))
         for shard in range(-(-len(requests) // collecting.shard_size)):
             for trace in collector.trace(shard):
                 for name, pilot in pilots.items():
                     walks[trace.task, name].append(
                         Walk(trace.answer_ids.tolist(), simulate(trace, pilot, llm.costs, is_pipelined=is_pipelined))
                     )
-                clock.tick()
+                progress.advance("traces")
     return walks
 
 

@@ -88,9 +88,3 @@ def estimate(tasks: Sequence[TaskPrompts], config: BenchConfig, device: str) -> 
     num_tokens = num_answers * config.max_new_tokens
     seconds = (num_tokens + num_characters / _CHARACTERS_PER_TOKEN / _PREFILL_FACTOR) / rate
     return Estimate(num_answers, num_tokens, seconds, rate)
-
-
-def format_duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,12 +21,10 @@ from blockpilot.bench.methods import Method
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import write_text
+from blockpilot.engine.llm import LLM
 from blockpilot.engine.profile import profile_key
 from blockpilot.models.loading import resolve_folder
 from blockpilot.replay.collect import hash_weights
-
-if TYPE_CHECKING:
-    from blockpilot.bench.site import Engines
 
 _NAME = "manifest.json"
 _PACKAGES = ("torch", "numpy", "numba", "tokenizers")
@@ -36,16 +34,16 @@ def describe_run(
     config: BenchConfig,
     methods: Sequence[Method],
     tasks: Sequence[TaskPrompts],
-    engines: "Engines",
+    plain: LLM,
     drafters: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What must be the same for a run to go on; its digest is the run's id."""
-    key = profile_key(engines.plain)
+    key = profile_key(plain)
     description = {
         "arguments": asdict(config),
         "methods": {method.name: _method_facts(method) for method in methods},
         "prompts": {task.name: _describe_prompts(task) for task in tasks},
-        "target": Path(engines.plain.target_name).name,
+        "target": Path(plain.target_name).name,
         "drafters": {kind: _describe_drafter(spec) for kind, spec in drafters.items() if kind in ("dflash", "eagle3")},
         "device": key["device"],
         "dtype": key["dtype"],

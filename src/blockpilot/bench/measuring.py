@@ -4,75 +4,141 @@ import gc
 import logging
 import resource
 import sys
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from blockpilot.bench.answers import Answer, AnswersFile
-from blockpilot.bench.config import BenchConfig, format_duration
-from blockpilot.bench.methods import Method
+from blockpilot.bench.answers import Answer, AnswersFile, RoundKey
+from blockpilot.bench.config import BenchConfig
+from blockpilot.bench.methods import NO_DRAFTER, Method
 from blockpilot.bench.plan import Round, encode_turn
+from blockpilot.core.progress import Progress
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.engine.llm import LLM
 from blockpilot.text.prompts import Prompt
 
-if TYPE_CHECKING:
-    from blockpilot.bench.site import Engines
-
-Report = Callable[[str, int, int], None]  # (what, done, total)
 _WARM_UP_TOKENS = 12
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+Found = tuple[Round, list[Answer], str | None]  # one method's answers; or none, and why memory ran out
 logger = logging.getLogger(__name__)
 
 
-class Progress:
-    """Answers done, with the time that the rest will take at the pace of this session."""
+class AnswersRounds(Protocol):
+    """Whoever has the models: this process, or workers."""
 
-    def __init__(self, report: Report, total: int) -> None:
-        self.report, self.total = report, total
-        self.done = self.skipped = 0
-        self.started = time.perf_counter()
+    def answer_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], progress: Progress) -> Iterator[Found]:
+        """All methods on all rounds; `progress` starts when the models are warm."""
 
-    def prepare(self, what: str) -> None:
-        """Not counted: the pace is that of answers alone."""
-        self.report(what, self.done, self.total)
 
-    def start(self) -> None:
-        self.started, self.skipped = time.perf_counter(), self.done
+class Measurer:
+    """What a file of answers lacks is measured. A task that does not fit into memory is left out."""
 
-    def skip(self, count: int) -> None:
-        self.done += count
-        self.skipped += count
+    def __init__(self, models: AnswersRounds, progress: Progress) -> None:
+        self.models, self.progress = models, progress
+        self.left_out: dict[str, str] = {}  # task -> why it has no results
 
-    def advance(self, what: str, count: int) -> None:
-        self.done += count
-        pace = (time.perf_counter() - self.started) / (self.done - self.skipped)
-        self.report(f"{what} ({format_duration(pace * (self.total - self.done))} left)", self.done, self.total)
+    def measure(self, rounds: Sequence[Round], methods: Sequence[Method], path: Path) -> list[Answer]:
+        """The answers of all methods, in the order of the rounds."""
+        file = AnswersFile(path)
+        file.drop_incomplete({work.key: work.num_answers * len(methods) for work in rounds})
+        done = file.rounds
+        todo = [work for work in rounds if work.key not in done and work.task not in self.left_out]
+        num_answers = sum(work.num_answers for work in rounds) - sum(work.num_answers for work in todo)
+        self.progress.skip(num_answers * len(methods))
+        if todo:
+            self._measure(todo, methods, file)
+        file.arrange([work.key for work in rounds], self.left_out)
+        return file.answers
+
+    def _measure(self, rounds: Sequence[Round], methods: Sequence[Method], file: AnswersFile) -> None:
+        num_done = Counter[RoundKey]()
+        for work, answers, shortage in self.models.answer_rounds(rounds, methods, self.progress):
+            if shortage is None:
+                file.append(answers)
+                num_done[work.key] += len(answers)
+                self.progress.advance(f"{work.task}, {answers[0].method}", len(answers))
+                continue
+            self.progress.skip(work.num_answers * len(methods) - num_done[work.key])
+            if work.task not in self.left_out:
+                self.left_out[work.task] = shortage
+                logger.warning("task %s is left out, %s", work.task, shortage)
 
 
 class Asker:
     """Prompts in, answers out: the turns of a conversation, through `LLM.generate` and nothing else."""
 
-    def __init__(self, engines: "Engines", config: BenchConfig) -> None:
-        self.engines, self.config = engines, config
+    def __init__(self, llms: Mapping[str, LLM], config: BenchConfig) -> None:
+        """`llms` by kind of drafter; the one without a drafter is always there."""
+        self.llms, self.config = llms, config
 
-    def warm_up(
+    @property
+    def plain(self) -> LLM:
+        return self.llms[NO_DRAFTER]
+
+    def answer_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], progress: Progress) -> Iterator[Found]:
+        self.warm_up(methods, rounds, progress)
+        progress.start()
+        gc.collect()
+        gc.freeze()  # garbage collection skips objects that exist now: scanning them all would fall into timed steps
+        shortages: dict[str, str] = {}  # by task
+        try:
+            for work in rounds:
+                if work.task in shortages:
+                    yield work, [], shortages[work.task]
+                    continue
+                for found in self.answer_round(work, methods):
+                    yield found
+                    if found[2] is not None:
+                        shortages[work.task] = found[2]
+        finally:
+            gc.unfreeze()
+
+    def answer_round(self, work: Round, methods: Sequence[Method]) -> Iterator[Found]:
+        """One method after the other, until memory runs out."""
+        try:
+            for method in work.shuffle(methods, self.config.seed):
+                yield work, self.ask(work, method), None
+        except (RuntimeError, MemoryError) as error:
+            yield work, [], explain_shortage(error)
+
+    def warm_up(self, methods: Sequence[Method], rounds: Sequence[Round], progress: Progress) -> None:
+        """Run every method once, uncounted. Out of memory is no error yet: the rounds tell which task does not fit.
+
+        A GPU prepares other shapes for long contexts, so it is warmed up with the longest prompts too.
+        """
+        longest = max(rounds, key=lambda work: max(len(turn) for prompt in work.prompts for turn in prompt.turns))
+        is_gpu = self.plain.device_type == "cuda"
+        chosen = [rounds[0], longest] if is_gpu and longest is not rounds[0] else [rounds[0]]
+        for method in methods:
+            name = f"warming up {method.name}"
+            progress.prepare(name)
+
+            def report(num_requests: int, name: str = name) -> None:
+                progress.prepare(f"{name}, passes of {num_requests} requests")
+
+            try:
+                for work in chosen:
+                    self.run_once(method, work.prompts, report)
+            except (RuntimeError, MemoryError) as error:
+                explain_shortage(error)
+
+    def run_once(
         self, method: Method, prompts: Sequence[Prompt], report: Callable[[int], None] = lambda num_requests: None
     ) -> None:
         """Kernels are compiled, shapes prepared and step costs measured at first use; see `LLM.prepare`."""
-        llm = self.engines.of(method)
+        llm = self.llms[method.drafter]
         llm.prepare(len(prompts), report, pilot=method.pilot)
         params = SamplingParams(max_new_tokens=_WARM_UP_TOKENS, temperature=self.config.temperature)
         llm.generate([encode_turn(llm.tokenizer, prompt, []) for prompt in prompts], params, pilot=method.pilot)
 
     def ask(self, work: Round, method: Method) -> list[Answer]:
         """Every turn of the round's prompts; those that have a next turn go on together."""
-        llm = self.engines.of(method)
+        llm = self.llms[method.drafter]
         replies = [list[str]() for _ in work.prompts]
         answers: list[Answer] = []
         for turn in range(max(len(prompt.turns) for prompt in work.prompts)):
@@ -108,88 +174,6 @@ def _record(work: Round, row: int, *, turn: int, method: str, completion: Comple
         verify_seconds=sum(step.verify_seconds for step in steps),
         peak_memory_bytes=peak,
     )
-
-
-class Measurer(ABC):
-    """What a file of answers lacks is measured; where and by whom is up to the kind of measurer."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.left_out: dict[str, str] = {}  # task -> why it has no results
-
-    def measure(self, rounds: Sequence[Round], methods: Sequence[Method], path: Path) -> AnswersFile:
-        """Answer what the file does not hold yet. A task that does not fit into memory is left out."""
-        file = AnswersFile(path)
-        file.drop_incomplete({work.key: work.num_answers * len(methods) for work in rounds})
-        done = file.rounds
-        todo = [work for work in rounds if work.key not in done]
-        self.progress.skip(sum(work.num_answers for work in rounds if work.key in done) * len(methods))
-        if todo:
-            self.measure_rounds(todo, methods, file)
-        file.arrange([work.key for work in rounds], self.left_out)
-        return file
-
-    @abstractmethod
-    def measure_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], file: AnswersFile) -> None:
-        """Append the answers of all methods to each of these rounds, and note tasks that do not fit into memory."""
-
-    def leave_out(self, task: str, reason: str) -> None:
-        self.left_out[task] = reason
-        logger.warning("task %s is left out, %s", task, reason)
-
-
-class LocalMeasurer(Measurer):
-    def __init__(self, asker: Asker, progress: Progress, seed: int) -> None:
-        super().__init__(progress)
-        self.asker, self.seed = asker, seed
-
-    def measure_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], file: AnswersFile) -> None:
-        self.warm_up(methods, rounds)
-        self.progress.start()
-        gc.collect()
-        gc.freeze()  # garbage collection skips objects that exist now: scanning them all would fall into timed steps
-        try:
-            for work in rounds:
-                self._measure_round(work, methods, file)
-        finally:
-            gc.unfreeze()
-
-    def _measure_round(self, work: Round, methods: Sequence[Method], file: AnswersFile) -> None:
-        if work.task in self.left_out:
-            self.progress.skip(work.num_answers * len(methods))
-            return
-        try:
-            for answers in self.answer_round(work, methods):
-                file.append(answers)
-                self.progress.advance(f"{work.task}, {answers[0].method}", len(answers))
-        except (RuntimeError, MemoryError) as error:
-            self.leave_out(work.task, explain_shortage(error))
-
-    def warm_up(self, methods: Sequence[Method], rounds: Sequence[Round]) -> None:
-        """Run every method once, uncounted. Out of memory is no error yet: the rounds tell which task does not fit.
-
-        A GPU prepares other shapes for long contexts, so it is warmed up with the longest prompts too.
-        """
-        longest = max(rounds, key=lambda work: max(len(turn) for prompt in work.prompts for turn in prompt.turns))
-        is_gpu = self.asker.engines.plain.device_type == "cuda"
-        chosen = [rounds[0], longest] if is_gpu and longest is not rounds[0] else [rounds[0]]
-        for method in methods:
-            name = f"warming up {method.name}"
-            self.progress.prepare(name)
-
-            def report(num_requests: int, name: str = name) -> None:
-                self.progress.prepare(f"{name}, passes of {num_requests} requests")
-
-            try:
-                for work in chosen:
-                    self.asker.warm_up(method, work.prompts, report)
-            except (RuntimeError, MemoryError) as error:
-                explain_shortage(error)
-
-    def answer_round(self, work: Round, methods: Sequence[Method]) -> Iterator[list[Answer]]:
-        """The answers of one method after the other."""
-        for method in work.shuffle(methods, self.seed):
-            yield self.asker.ask(work, method)
 
 
 def explain_shortage(error: RuntimeError | MemoryError) -> str:

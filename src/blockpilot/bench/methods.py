@@ -12,7 +12,7 @@ auto                what `generate` uses by default
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from blockpilot.bench.config import BEST_FIXED, KNOWN_METHODS
@@ -39,9 +39,6 @@ class Method:
     name: str
     drafter: str  # dflash, eagle3, ngram or none
     pilot: str  # by name, as `LLM.generate` takes it; empty for best-fixed until it has been chosen
-
-    def at_size(self, block_size: int) -> "Method":
-        return replace(self, pilot=f"fixed:{block_size}")
 
 
 def parse_methods(

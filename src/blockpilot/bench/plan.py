@@ -97,17 +97,8 @@ def _count_tokens(prompt: Prompt, tokenizer: Tokenizer, max_new_tokens: int) -> 
     return len(encode_turn(tokenizer, prompt, empty)) + len(prompt.turns) * max_new_tokens
 
 
-def plan_rounds(tasks: Sequence[TaskPrompts], config: BenchConfig) -> list[Round]:
-    """All rounds; tasks take turns, so that a run that is cut short has seen all of them."""
-    return _plan({task.name: task.prompts for task in tasks}, config.concurrency, config.repeats)
-
-
-def plan_calibration(tasks: Sequence[TaskPrompts], config: BenchConfig) -> list[Round]:
-    """The same on calibration prompts, once."""
-    return _plan({task.name: task.calibration for task in tasks}, config.concurrency, 1)
-
-
-def _plan(tasks: Mapping[str, tuple[Prompt, ...]], size: int, repeats: int) -> list[Round]:
+def plan_rounds(tasks: Mapping[str, tuple[Prompt, ...]], size: int, repeats: int = 1) -> list[Round]:
+    """All rounds of `size` prompts; tasks take turns, so that a run that is cut short has seen all of them."""
     by_task = [
         [
             Round(name, batch, repeat, prompts[start : start + size], start)

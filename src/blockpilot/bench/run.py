@@ -8,7 +8,7 @@ conclude    audit against plain decoding, scores (`rows.jsonl`, `differences.jso
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,16 @@ from blockpilot.bench import manifest as manifests
 from blockpilot.bench.answers import Answer, select
 from blockpilot.bench.audit import Place, group_differences
 from blockpilot.bench.config import BEST_FIXED, BEST_FIXED_SIZES
-from blockpilot.bench.measuring import Progress, Report
+from blockpilot.bench.measuring import Measurer
 from blockpilot.bench.methods import ADAPTIVE, Method, fixed_method
-from blockpilot.bench.plan import plan_calibration, plan_rounds
+from blockpilot.bench.plan import plan_rounds
 from blockpilot.bench.rows import Row, RowFacts, build_rows
 from blockpilot.bench.scoring import score
 from blockpilot.bench.site import BenchSetup, LocalSite, Site
 from blockpilot.bench.statistics import add_up
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
+from blockpilot.core.progress import Progress, Report
 
 
 @dataclass(frozen=True)
@@ -43,21 +44,21 @@ class BenchRun:
 
     def __init__(self, setup: BenchSetup, site: Site, out: Path, report: Report) -> None:
         self.setup, self.site, self.out, self.config = setup, site, out, setup.config
-        self.fit = site.fit
+        self.fit, tasks, many = site.fit, site.fit.tasks, setup.config.concurrency
         self.manifest = manifests.open_run(out, site.description)
         self.has_choice = BEST_FIXED in setup.config.methods
-        self.choosing = plan_calibration(self.fit.tasks, setup.config) if self.has_choice else []
-        self.rounds = plan_rounds(self.fit.tasks, setup.config)
+        self.choosing = plan_rounds({task.name: task.calibration for task in tasks}, many) if self.has_choice else []
+        self.rounds = plan_rounds({task.name: task.prompts for task in tasks}, many, setup.config.repeats)
         total = sum(work.num_answers for work in self.choosing) * len(BEST_FIXED_SIZES)
         total += sum(work.num_answers for work in self.rounds) * len(setup.methods)
-        self.measurer = site.make_measurer(Progress(report, total))
+        self.measurer = Measurer(site, Progress(report, total))
 
     def run(self) -> BenchResult:
         if any(method.pilot in ADAPTIVE for method in self.setup.methods):  # they weigh steps by these
             self.measurer.progress.prepare("measuring step costs")
             self.manifest["sessions"][-1]["step_costs"] = self.site.step_costs()
             manifests.write(self.out, self.manifest)
-        answers = self.measurer.measure(self.rounds, self.choose_methods(), self.out / "answers.jsonl").answers
+        answers = self.measurer.measure(self.rounds, self.choose_methods(), self.out / "answers.jsonl")
         return self._conclude(answers)
 
     def choose_methods(self) -> tuple[Method, ...]:
@@ -67,7 +68,7 @@ class BenchRun:
         if not self.choosing:
             raise InputError("best-fixed is chosen on calibration prompts, and these files hold none that fits")
         sizes = [fixed_method(size) for size in BEST_FIXED_SIZES]
-        answers = self.measurer.measure(self.choosing, sizes, self.out / "calibration.jsonl").answers
+        answers = self.measurer.measure(self.choosing, sizes, self.out / "calibration.jsonl")
         if not answers:
             raise BlockPilotError("best-fixed could not be chosen: no calibration prompt was answered")
         rates = _rates(answers)
@@ -80,7 +81,8 @@ class BenchRun:
             "num_calibration_prompts": len({(answer.task, answer.prompt_id) for answer in answers}),
         }
         manifests.write(self.out, self.manifest)
-        return tuple(method.at_size(size) if method.name == BEST_FIXED else method for method in self.setup.methods)
+        chosen = replace(fixed_method(size), name=BEST_FIXED)
+        return tuple(chosen if method.name == BEST_FIXED else method for method in self.setup.methods)
 
     def _conclude(self, answers: Sequence[Answer]) -> BenchResult:
         left_out = self.measurer.left_out

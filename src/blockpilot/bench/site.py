@@ -15,7 +15,7 @@ from blockpilot.bench.answers import Answer
 from blockpilot.bench.audit import Difference, Place, find_differences
 from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.manifest import describe_run
-from blockpilot.bench.measuring import Asker, LocalMeasurer, Measurer, Progress
+from blockpilot.bench.measuring import AnswersRounds, Asker
 from blockpilot.bench.methods import DRAFTER_OPTIONS, NO_DRAFTER, Method
 from blockpilot.bench.plan import Fit, fit_prompts
 from blockpilot.bench.tasks import TaskPrompts
@@ -39,53 +39,33 @@ _DrafterSpec = str | Drafter | DFlash | Eagle3
 _KINDS = {"dflash": DFlashDrafter, "eagle3": Eagle3Drafter}
 
 
-@dataclass(frozen=True)
-class Engines:
-    """One `LLM` per drafter, all around the same target.
+def build_llms(
+    loaded: LoadedTarget, drafters: Mapping[str, _DrafterSpec], config: EngineConfig, costs: Path | None = None
+) -> dict[str, LLM]:
+    """One `LLM` per kind of drafter and one without, all around the same target.
 
     Drafters may copy rows of the target's head, so all are built before the first `LLM` packs the target's weights; the
-    others find them packed.
+    others find them packed. `costs`: step costs for pilots that weigh them, measured with the DFlash drafter.
     """
-
-    llms: Mapping[str, LLM]  # by kind of drafter; `none` is always there
-
-    @classmethod
-    def build(
-        cls, loaded: LoadedTarget, drafters: Mapping[str, _DrafterSpec], config: EngineConfig, costs: Path | None = None
-    ) -> "Engines":
-        """`costs`: step costs for pilots that weigh them, measured with the DFlash drafter."""
-        device, dtype = resolve_device(config.device), getattr(torch, config.dtype)
-        loaded.decoder.to(device=device, dtype=dtype).eval().requires_grad_(False)
-        built: dict[str, Drafter | None] = {NO_DRAFTER: None}
-        for kind, spec in drafters.items():
-            built[kind] = build_drafter(
-                spec,
-                loaded.decoder,
-                config=config,
-                context_length=resolve_context(config.context_length, loaded.decoder.config.context_length),
-                device=device,
-                dtype=dtype,
-                backend=choose_backend(config.linear_backend, device, dtype),
-            )
-            _check_kind(kind, spec, built[kind])
-        return cls(
-            {
-                kind: LLM(loaded, drafter=drafter, pilot="ar", config=config, costs=costs if kind == "dflash" else None)
-                for kind, drafter in built.items()
-            }
+    device, dtype = resolve_device(config.device), getattr(torch, config.dtype)
+    loaded.decoder.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    built: dict[str, Drafter | None] = {NO_DRAFTER: None}
+    for kind, spec in drafters.items():
+        built[kind] = build_drafter(
+            spec,
+            loaded.decoder,
+            config=config,
+            context_length=resolve_context(config.context_length, loaded.decoder.config.context_length),
+            device=device,
+            dtype=dtype,
+            backend=choose_backend(config.linear_backend, device, dtype),
         )
-
-    @property
-    def plain(self) -> LLM:
-        return self.llms[NO_DRAFTER]
-
-    def of(self, method: Method) -> LLM:
-        return self.llms[method.drafter]
-
-
-def _check_kind(kind: str, spec: _DrafterSpec, built: Drafter | None) -> None:
-    if isinstance(spec, str) and kind in _KINDS and not isinstance(built, _KINDS[kind]):
-        raise InputError(f"{DRAFTER_OPTIONS[kind]} {spec} is no {kind} drafter")
+        if isinstance(spec, str) and kind in _KINDS and not isinstance(built[kind], _KINDS[kind]):
+            raise InputError(f"{DRAFTER_OPTIONS[kind]} {spec} is no {kind} drafter")
+    return {
+        kind: LLM(loaded, drafter=drafter, pilot="ar", config=config, costs=costs if kind == "dflash" else None)
+        for kind, drafter in built.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +84,9 @@ class BenchSetup:
     is_code_scored: bool = False
 
 
-class Site(Protocol):
+class Site(AnswersRounds, Protocol):
     fit: Fit
     description: dict[str, Any]
-
-    def make_measurer(self, progress: Progress) -> Measurer: ...
 
     def find_differences(
         self, answers: Sequence[Answer], places: Mapping[tuple[str, str], Place]
@@ -119,12 +97,12 @@ class Site(Protocol):
     def step_costs(self) -> dict[str, Any]: ...
 
 
-class LocalSite:
+class LocalSite(Asker):
     def __init__(self, setup: BenchSetup) -> None:
         target = setup.target
         if isinstance(target, str):
             target = load_target(target, getattr(torch, setup.dtype))
-        self.config, self.tokenizer = setup.config, target.tokenizer
+        self.tokenizer = target.tokenizer
         self.fit = fit_prompts(setup.tasks, self.tokenizer, setup.config, target.decoder.config.context_length)
         engine_config = EngineConfig(
             device=setup.device,
@@ -134,15 +112,11 @@ class LocalSite:
             context_length=self.fit.context_length,
             linear_backend=setup.linear_backend,
         )
-        self.engines = Engines.build(target, setup.drafters, engine_config, setup.costs)
-        self.description = describe_run(setup.config, setup.methods, self.fit.tasks, self.engines, setup.drafters)
-        self.asker = Asker(self.engines, setup.config)
-
-    def make_measurer(self, progress: Progress) -> LocalMeasurer:
-        return LocalMeasurer(self.asker, progress, self.config.seed)
+        super().__init__(build_llms(target, setup.drafters, engine_config, setup.costs), setup.config)
+        self.description = describe_run(setup.config, setup.methods, self.fit.tasks, self.plain, setup.drafters)
 
     def find_differences(self, answers: Sequence[Answer], places: Mapping[tuple[str, str], Place]) -> list[Difference]:
-        return find_differences(answers, places, self.engines.plain, self.config)
+        return find_differences(answers, places, self.plain, self.config)
 
     def pick_samples(self, answers: Sequence[Answer], tasks: Sequence[TaskPrompts]) -> list[dict[str, Any]]:
         """The first prompt's first answer of every task, token by token, so that a report needs no tokenizer.
@@ -174,7 +148,7 @@ class LocalSite:
 
     def step_costs(self) -> dict[str, Any]:
         """What the pilots of the DFlash drafter weigh."""
-        return self.engines.llms["dflash"].costs.to_dict()
+        return self.llms["dflash"].costs.to_dict()
 
 
 def _split_text(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:

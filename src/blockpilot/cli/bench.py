@@ -10,12 +10,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockpilot.bench.config import KNOWN_METHODS, QUICK, BenchConfig, estimate, format_duration
+from blockpilot.bench.config import KNOWN_METHODS, QUICK, BenchConfig, estimate
 from blockpilot.bench.tasks import TASKS, TaskPrompts, default_tasks, read_file, read_task
 from blockpilot.cli import options
 from blockpilot.cli.console import make_table, print_json, print_note, print_table, show_counted, show_progress
 from blockpilot.core.config import device_type
 from blockpilot.core.errors import InputError
+from blockpilot.core.progress import format_duration
 from blockpilot.text.prompts import SPLITS
 
 if TYPE_CHECKING:

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from blockpilot.core.progress import Report
+
 if TYPE_CHECKING:
     from rich.table import Table
 
 _SECONDS_BETWEEN_LINES = 5.0  # of a log
-Report = Callable[[str, int, int], None]  # (message, done, in all); downloads count bytes
 
 
 def print_json(value: Mapping[str, Any]) -> None:

@@ -7,14 +7,14 @@ are an estimate, and the manifest says so. A run continues only what was made al
 
 import hashlib
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from blockpilot import __version__
 from blockpilot.core.files import hash_file
+from blockpilot.core.progress import Progress, Report
 from blockpilot.engine.llm import LLM
 from blockpilot.replay.collector import Collector
 from blockpilot.replay.config import CollectConfig, ReplayRequest
@@ -22,7 +22,6 @@ from blockpilot.replay.trace_files import TraceSet, shard_path, write_shard
 from blockpilot.text.prompts import Prompt
 from blockpilot.training.manifests import read_manifest, require_same_run, write_manifest
 
-Report = Callable[[str, int, int], None]  # (what, done, total)
 PlacedPrompt = tuple[str, int, Prompt]  # task, place in its file, prompt
 
 
@@ -51,7 +50,7 @@ def collect(
         traces = []
         for trace in collector.trace(index):
             traces.append(trace)
-            shards.clock.tick()
+            shards.progress.advance("traces")
         write_shard(shard_path(out, index), traces, config.precision)
     return shards.finish()
 
@@ -99,8 +98,8 @@ class Shards:
         self.num_requests, self.shard_size = identity["num_requests"], identity["shard_size"]
         everything = range(-(-self.num_requests // self.shard_size))
         self.missing = [index for index in everything if not shard_path(out, index).is_file()]
-        num_done = self.num_requests - sum(map(self.count, self.missing))
-        self.clock = Clock(self.num_requests, report, num_done)
+        self.progress = Progress(report, self.num_requests)
+        self.progress.skip(self.num_requests - sum(map(self.count, self.missing)))
 
     def count(self, index: int) -> int:
         """Requests of one shard."""
@@ -120,24 +119,3 @@ def _count(traces: TraceSet) -> dict[str, int]:
         "num_answer_tokens": sum(length for length, _ in counts),
         "num_disagreements": sum(disagreements for _, disagreements in counts),
     }
-
-
-class Clock:
-    """Reports traces done, with the time that the rest will take at the pace of this run."""
-
-    def __init__(self, total: int, report: Report, num_done: int = 0) -> None:
-        """`num_done` were there before this run."""
-        self.total, self.report = total, report
-        self.done = self.skipped = num_done
-        self.started = time.perf_counter()
-
-    def tick(self, count: int = 1) -> None:
-        self.done += count
-        pace = (time.perf_counter() - self.started) / (self.done - self.skipped)
-        self.report(f"traces ({_duration(pace * (self.total - self.done))} left)", self.done, self.total)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
+from blockpilot.core.progress import Report
 from blockpilot.models.loading import LoadedTarget
 from blockpilot.text.prompts import read_prompts
 from blockpilot.text.repetition import find_loop, without_overlap
@@ -28,8 +29,6 @@ from blockpilot.training.responses import Response, read_responses, shard_path, 
 PROMPTS_FILE = "prompts.json"
 _REPORT_EVERY = 512
 _PLACEHOLDER = "\u2063PROMPT\u2063"
-
-Report = Callable[[str, int, int], None]  # (what, done, total)
 
 
 @dataclass(frozen=True, kw_only=True)

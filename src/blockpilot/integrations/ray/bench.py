@@ -3,19 +3,20 @@
 A round is measured by one worker from its first method to its last, so that a comparison never spans two machines.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from blockpilot.bench.answers import Answer, AnswersFile
+from blockpilot.bench.answers import Answer
 from blockpilot.bench.audit import Difference, Place
-from blockpilot.bench.measuring import Measurer, Progress, Report, explain_shortage
+from blockpilot.bench.measuring import Found
 from blockpilot.bench.methods import Method
 from blockpilot.bench.plan import Fit, Round
 from blockpilot.bench.run import BenchResult, BenchRun
 from blockpilot.bench.site import BenchSetup, LocalSite
 from blockpilot.bench.tasks import TaskPrompts
+from blockpilot.core.progress import Progress, Report
 from blockpilot.integrations.ray.cluster import ClusterOptions, Pool, Worker, open_cluster
 
 
@@ -32,15 +33,11 @@ class BenchWorker(Worker):
     def describe(self) -> tuple[Fit, dict[str, Any]]:
         return self.site.fit, self.site.description
 
-    def answer_round(self, work: Round, methods: Sequence[Method]) -> tuple[list[Answer], str | None]:
-        """The answers of all methods, or why the task does not fit into memory."""
-        measurer = self.site.make_measurer(Progress(lambda *ignored: None, 0))
-        measurer.warm_up([method for method in methods if method not in self.is_warm], [work])
-        self.is_warm.update(methods)
-        try:
-            return [answer for answers in measurer.answer_round(work, methods) for answer in answers], None
-        except (RuntimeError, MemoryError) as error:
-            return [], explain_shortage(error)
+    def answer_round(self, work: Round, methods: Sequence[Method]) -> list[Found]:
+        cold = [method for method in methods if method not in self.is_warm]
+        self.site.warm_up(cold, [work], Progress(lambda *ignored: None, 0))
+        self.is_warm.update(cold)
+        return list(self.site.answer_round(work, methods))
 
     def call(self, name: str, *arguments: Any) -> Any:
         """A method of the site."""
@@ -54,8 +51,11 @@ class _RaySite:
         self.pool = pool
         self.fit, self.description = pool.ask("describe")
 
-    def make_measurer(self, progress: Progress) -> Measurer:
-        return _RayMeasurer(self.pool, progress)
+    def answer_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], progress: Progress) -> Iterator[Found]:
+        """All rounds are enqueued at once: those of a task that runs out of memory still run, and are dropped."""
+        progress.start()
+        for _, found in self.pool.run("answer_round", [(work, methods) for work in rounds]):
+            yield from found
 
     def find_differences(self, answers: Sequence[Answer], places: Mapping[tuple[str, str], Place]) -> list[Difference]:
         return self.pool.ask("call", "find_differences", answers, places)
@@ -65,26 +65,6 @@ class _RaySite:
 
     def step_costs(self) -> dict[str, Any]:
         return self.pool.ask("call", "step_costs")
-
-
-class _RayMeasurer(Measurer):
-    def __init__(self, pool: Pool, progress: Progress) -> None:
-        super().__init__(progress)
-        self.pool = pool
-
-    def measure_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], file: AnswersFile) -> None:
-        """All rounds are enqueued at once: those of a task that runs out of memory still run, and are dropped."""
-        self.progress.start()
-        calls = [(work, methods) for work in rounds if work.task not in self.left_out]
-        self.progress.skip(sum(work.num_answers for work in rounds if work.task in self.left_out) * len(methods))
-        for place, (answers, shortage) in self.pool.run("answer_round", calls):
-            work = calls[place][0]
-            if shortage is not None:
-                self.leave_out(work.task, shortage)
-                self.progress.skip(work.num_answers * len(methods))
-                continue
-            file.append(answers)
-            self.progress.advance(work.task, len(answers))
 
 
 def bench_on_ray(setup: BenchSetup, options: ClusterOptions, *, out: Path, report: Report) -> BenchResult:

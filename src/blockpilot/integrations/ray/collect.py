@@ -8,9 +8,10 @@ from typing import Any
 
 from blockpilot.core.config import EngineConfig
 from blockpilot.core.files import atomic_path
+from blockpilot.core.progress import Report
 from blockpilot.engine.llm import LLM
 from blockpilot.integrations.ray.cluster import ClusterOptions, Pool, Worker, open_cluster
-from blockpilot.replay.collect import PlacedPrompt, Report, Shards, describe_run, encode_requests
+from blockpilot.replay.collect import PlacedPrompt, Shards, describe_run, encode_requests
 from blockpilot.replay.collector import Collector
 from blockpilot.replay.config import CollectConfig
 from blockpilot.replay.trace_files import TraceSet, pack_shard, shard_path
@@ -56,5 +57,5 @@ def collect_on_ray(job: CollectJob, options: ClusterOptions, *, out: Path, repor
             index = shards.missing[place]
             with atomic_path(shard_path(out, index)) as temporary:
                 temporary.write_bytes(content)
-            shards.clock.tick(shards.count(index))
+            shards.progress.advance("traces", shards.count(index))
         return shards.finish()

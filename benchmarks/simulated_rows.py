@@ -11,7 +11,7 @@ from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.statistics import Measured, add_up, speedup, speedup_interval, split_steps
 from blockpilot.cli.console import print_columns
 from blockpilot.pilots.cost_model import StepCosts
-from blockpilot.replay.costs import SimulatedStep, total
+from blockpilot.replay.simulate import SimulatedStep, total
 
 TOLERANCE = 0.07
 MEAN = "mean"

@@ -24,9 +24,9 @@ import numpy as np
 
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import atomic_path, write_text
+from blockpilot.core.manifests import MANIFEST, write_manifest
 from blockpilot.replay.trace_files import TraceSet, pack_shard, require_alike, shard_path
 from blockpilot.replay.traces import Trace
-from blockpilot.training.manifests import MANIFEST, write_manifest
 
 MASS, MAX_TOKENS, MAX_BYTES = 0.99, 512, 3_000_000
 PRECISION = "float16"

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.pilots.cost_model import StepCosts
-from blockpilot.replay.costs import SimulatedStep
-from blockpilot.replay.simulate import walk_chain
+from blockpilot.replay.simulate import SimulatedStep, walk_chain
 from blockpilot.replay.trace_files import TraceSet, require_alike
 from blockpilot.replay.traces import Trace
 from blockpilot.text.repetition import find_loop

@@ -20,13 +20,13 @@ from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.methods import Method
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import write_text
+from blockpilot.core.files import read_json, write_text
+from blockpilot.core.manifests import MANIFEST, require_same_run
 from blockpilot.engine.llm import LLM
 from blockpilot.engine.profile import profile_key
 from blockpilot.models.loading import resolve_folder
 from blockpilot.replay.collect import hash_weights
 
-_NAME = "manifest.json"
 _PACKAGES = ("torch", "numpy", "numba", "tokenizers")
 
 
@@ -66,16 +66,12 @@ def _method_facts(method: Method) -> dict[str, str]:
 
 def open_run(out: Path, description: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest to go on with: a new one, or the one that is there if it was made alike."""
-    found = _read(out / _NAME)
+    found = read_json(out / MANIFEST, "choose another --out")
     if found is None:
         if any(out.glob("*.jsonl")):
-            raise InputError(f"{out} holds other files (*.jsonl) and no {_NAME}: choose another --out")
+            raise InputError(f"{out} holds other files (*.jsonl) and no {MANIFEST}: choose another --out")
         found = {**description, "is_complete": False, "sessions": []}
-    for key, value in description.items():
-        if key != "id" and found.get(key) != value:
-            raise InputError(
-                f"{out} belongs to another run: {_name_difference(key, found.get(key), value)}; choose another --out"
-            )
+    require_same_run(out, found, description, free=("id",))
     started = datetime.now(UTC).isoformat(timespec="seconds")
     found["sessions"] = [*found["sessions"], {"started": started, "git_commit": _git_commit()}]
     write(out, found)
@@ -83,7 +79,7 @@ def open_run(out: Path, description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(out: Path, manifest: Mapping[str, Any]) -> None:
-    write_text(out / _NAME, json.dumps(manifest, indent=1) + "\n")
+    write_text(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def _git_commit() -> str | None:
@@ -123,26 +119,6 @@ def _describe_drafter(spec: Any) -> dict[str, str]:
     if not isinstance(spec, str):
         return {"name": type(spec).__name__, "sha256": ""}
     return {"name": Path(spec).name, "sha256": hash_weights(resolve_folder(spec, what="drafter"))}
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} is not readable: {error}; choose another --out") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{path} is no manifest; choose another --out")
-    return found
-
-
-def _name_difference(key: str, there: Any, here: Any) -> str:
-    """The first value that differs, by its path."""
-    while isinstance(there, dict) and isinstance(here, dict):
-        inner = next(name for name in [*here, *there] if there.get(name) != here.get(name))
-        key, there, here = f"{key}.{inner}", there.get(inner), here.get(inner)
-    return f"{key} is {there!r} there and {here!r} here"
 
 
 def _git(folder: Path, *words: str) -> str:

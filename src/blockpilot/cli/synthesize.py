@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from blockpilot.training.manifests import read_manifest
+    from blockpilot.core.manifests import read_manifest
     from blockpilot.training.setup import load_training_target
     from blockpilot.training.synthesis import synthesize
 

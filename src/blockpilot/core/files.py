@@ -51,15 +51,15 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_manifest(path: Path, schema_version: int, advice: str) -> dict[str, Any] | None:
-    """A JSON object that carries this `schema_version`; None where there is no file. `advice`: what else to do."""
+def read_json(path: Path, advice: str = "") -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is no file. `advice` tells what to do about a damaged one."""
     if not path.is_file():
         return None
+    end = f"; {advice}" if advice else ""
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is not readable JSON: {error}; {advice}") from error
-    version = manifest.get("schema_version") if isinstance(manifest, dict) else None
-    if version != schema_version:
-        raise InputError(f"{path}: schema version {version}, this program reads {schema_version}; {advice}")
-    return manifest
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is not readable JSON: {error}{end}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: expected a JSON object{end}")
+    return value

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import atomic_path, hash_file, write_text
+from blockpilot.core.files import atomic_path, hash_file, read_json, write_text
 from blockpilot.pilots.base import Pilot
 from blockpilot.pilots.calibration import FEATURES, Calibration
 from blockpilot.pilots.cost_model import StepCosts
@@ -105,14 +105,9 @@ def load_pilot_folder(
 
 def read_card(folder: Path) -> PilotCard:
     path = folder / "pilot.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{folder} is no pilot folder: {path.name}: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from error
-    version = values.get("schema_version") if isinstance(values, dict) else None
-    if version != _SCHEMA_VERSION:
+    if (values := read_json(path)) is None:
+        raise InputError(f"{folder} is no pilot folder: {path.name}: No such file or directory")
+    if (version := values.get("schema_version")) != _SCHEMA_VERSION:
         raise InputError(f"{path} has schema_version {version!r}, and this package reads {_SCHEMA_VERSION}")
     if difference := {field.name for field in fields(PilotCard)} ^ set(values):
         raise InputError(f"{path}: field {sorted(difference)[0]!r} is unknown or missing")

@@ -14,13 +14,13 @@ from typing import Any
 
 from blockpilot import __version__
 from blockpilot.core.files import hash_file
+from blockpilot.core.manifests import read_manifest, require_same_run, write_manifest
 from blockpilot.core.progress import Progress, Report
 from blockpilot.engine.llm import LLM
 from blockpilot.replay.collector import Collector
 from blockpilot.replay.config import CollectConfig, ReplayRequest
 from blockpilot.replay.trace_files import TraceSet, shard_path, write_shard
 from blockpilot.text.prompts import Prompt
-from blockpilot.training.manifests import read_manifest, require_same_run, write_manifest
 
 PlacedPrompt = tuple[str, int, Prompt]  # task, place in its file, prompt
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blockpilot.core.errors import InputError
-from blockpilot.replay.costs import SimulatedStep, StepCosts, total
-from blockpilot.replay.simulate import chain_step, walk_chain
+from blockpilot.pilots.cost_model import StepCosts
+from blockpilot.replay.simulate import SimulatedStep, chain_step, total, walk_chain
 from blockpilot.replay.traces import Trace
 
 

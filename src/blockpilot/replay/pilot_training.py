@@ -13,8 +13,7 @@ from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.fitting import Drafts, fit_calibration, fit_forecast
 from blockpilot.pilots.prefill import PrefillConfig, PrefillPilot, PrefillTraining, train_prefill
 from blockpilot.pilots.step import StepPilot
-from blockpilot.replay.costs import total
-from blockpilot.replay.simulate import walk_chain
+from blockpilot.replay.simulate import total, walk_chain
 from blockpilot.replay.trace_files import TraceSet, require_alike
 from blockpilot.replay.traces import Trace
 

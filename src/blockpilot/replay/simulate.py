@@ -11,20 +11,51 @@ On a device steps are pipelined: step n + 1 is chosen before step n has landed (
 when n was enqueued. Then the pilot learns one step late, as it does there.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from blockpilot.decoding.verification import accept
 from blockpilot.pilots.base import Asked, Choice, Drafted, Outcome, Pilot, PilotInputs
-from blockpilot.replay.costs import SimulatedStep, StepCosts
+from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.replay.traces import ABSENT, Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedStep:
+    anchor: int  # answer index of the step's anchor
+    block_size: int  # draft size; 1: plain decoding
+    verify_size: int
+    emitted: int
+    milliseconds: float = 0.0  # of drafting and checking; 0 where no costs were given
+
+
+@dataclass(frozen=True)
+class Totals:
+    num_steps: int
+    emitted: int
+    milliseconds: float
+
+    @property
+    def tau(self) -> float:
+        return self.emitted / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1e3 * self.emitted / self.milliseconds if self.milliseconds else 0.0
+
+
+def total(walks: Iterable[Sequence[SimulatedStep]]) -> Totals:
+    """All steps of many requests together."""
+    steps = [step for walk in walks for step in walk]
+    return Totals(len(steps), sum(step.emitted for step in steps), sum(step.milliseconds for step in steps))
 
 
 def simulate(
     trace: Trace, pilot: Pilot, costs: StepCosts | None = None, *, batch_size: int = 1, is_pipelined: bool = False
 ) -> list[SimulatedStep]:
     """The steps that `pilot` takes through a request's answer, as one of `batch_size` requests alike."""
-    walk = _Walk(trace, pilot, batch_size, tuple(getattr(costs, "padding", ())), is_pipelined)
+    walk = _Walk(trace, pilot, batch_size, costs.padding if costs else (), is_pipelined)
     while walk.anchor < trace.num_anchors:
         step = walk.step()
         walk.steps.append(_price(trace, step, costs, batch_size=batch_size, is_watched=pilot.num_candidates > 0))
@@ -132,7 +163,7 @@ def _price(
         return step
     draft = costs.draft_ms(step.block_size, batch_size) if step.block_size > 1 else 0.0
     verify = costs.verify_ms(step.verify_size, batch_size, trace.num_prompt_tokens + step.anchor)
-    overhead = getattr(costs, "overhead_ms", 0.0) if is_watched else 0.0  # nearly all of it is the drafter's look
+    overhead = costs.overhead_ms if is_watched else 0.0  # nearly all of it is the drafter's look
     return replace(step, milliseconds=draft + verify + overhead)
 
 

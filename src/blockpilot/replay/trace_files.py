@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import atomic_path
+from blockpilot.core.manifests import MANIFEST, read_manifest
 from blockpilot.models.shipped import ASSETS
 from blockpilot.replay.traces import DraftColumns, PrefillColumns, Trace, TraceSetting
-from blockpilot.training.manifests import MANIFEST, read_manifest
 
 _SHARD_NAMES = (".safetensors", ".safetensors.xz")  # plain, compressed
 _REQUESTS = "requests"  # the one metadata key of a shard: its strings. A second key would come in random order

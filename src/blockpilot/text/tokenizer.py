@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import ensure_folder, write_text
+from blockpilot.core.files import ensure_folder, read_json, write_text
 from blockpilot.text.chat_template import Message, compile_template, render_template
 from blockpilot.text.detokenizer import Pieces
 from blockpilot.text.gguf_vocabulary import build_backend
@@ -44,8 +44,8 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> "Tokenizer":
         """Read tokenizer.json and the small files beside it."""
         backend = _read_backend(folder / "tokenizer.json")
-        settings = _read_json(folder / "tokenizer_config.json")
-        special = _special_texts(_read_json(folder / "special_tokens_map.json") | settings)
+        settings = read_json(folder / "tokenizer_config.json") or {}
+        special = _special_texts((read_json(folder / "special_tokens_map.json") or {}) | settings)
         length = settings.get("model_max_length")
         return cls(
             backend,
@@ -135,19 +135,6 @@ def _read_backend(path: Path) -> Backend:
         raise InputError(f"{path} is not a readable tokenizer: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in an optional file; empty when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a JSON object")
-    return value
-
-
 def _special_texts(settings: dict[str, Any]) -> dict[str, str]:
     """Roles to text; older files store a token as an object with its text under `content`."""
     found = {role: settings.get(role) for role in _ROLES}
@@ -168,7 +155,7 @@ def _find_template(folder: Path, settings: dict[str, Any]) -> str | None:
 def _eos_ids(folder: Path, backend: Backend, eos_token: str | None) -> list[int]:
     """generation_config.json decides, as in transformers; config.json and the tokenizer stand in for it."""
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
+        value = (read_json(folder / name) or {}).get("eos_token_id")
         if value is not None:
             return [value] if isinstance(value, int) else list(value)
     index = backend.token_to_id(eos_token) if eos_token else None

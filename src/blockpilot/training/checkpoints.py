@@ -20,6 +20,7 @@ import torch
 
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import atomic_path, write_text
+from blockpilot.core.manifests import require_same_run
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
@@ -52,26 +53,12 @@ def load_checkpoint(out: Path, identity: Mapping[str, Any], device: torch.device
         return None
     try:
         state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-        saved = _flatten(state["identity"])
+        saved = dict(state["identity"])
     except Exception as error:  # a damaged file fails in many ways
         raise InputError(f"{path} is no readable checkpoint: delete it to start anew") from error
-    for key, value in _flatten(identity).items():
-        if saved.get(key) == value:
-            continue
-        if key.rpartition(".")[2] not in _FREE_KEYS:
-            raise InputError(
-                f"{path} belongs to another run: {key} was {saved.get(key)!r}, now {value!r}; choose another --out"
-            )
-        logger.warning("going on with another %s: %r, was %r", key, value, saved.get(key))
+    for key, (was, now) in require_same_run(path, saved, identity, free=_FREE_KEYS).items():
+        logger.warning("going on with another %s: %r, was %r", key, now, was)
     return state
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys joined with dots, so that an error names the very key."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def append_log(out: Path, row: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ import torch
 from blockpilot.core.config import default_dtype
 from blockpilot.core.device import resolve_device
 from blockpilot.core.errors import InputError
+from blockpilot.core.manifests import read_manifest
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.dflash_format import save_dflash
@@ -23,7 +24,6 @@ from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.drafters import build_dflash, build_eagle3
 from blockpilot.training.eagle3_training import Eagle3Training
 from blockpilot.training.figure import draw_curve
-from blockpilot.training.manifests import read_manifest
 from blockpilot.training.objective import DrafterTraining
 from blockpilot.training.responses import ResponseSet, read_responses
 from blockpilot.training.text_passes import read_taps

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
+from blockpilot.core.manifests import read_manifest, require_same_run, write_manifest
 from blockpilot.core.progress import Report
 from blockpilot.models.loading import LoadedTarget
 from blockpilot.text.prompts import read_prompts
@@ -23,7 +24,6 @@ from blockpilot.text.repetition import find_loop, without_overlap
 from blockpilot.text.tokenizer import Tokenizer
 from blockpilot.training.bulk_generation import BulkGenerator, Row
 from blockpilot.training.checkpoints import is_out_of_memory
-from blockpilot.training.manifests import read_manifest, require_same_run, write_manifest
 from blockpilot.training.responses import Response, read_responses, shard_path, write_shard
 
 PROMPTS_FILE = "prompts.json"

@@ -95,7 +95,7 @@ def test_missing_and_damaged_files_are_named(folder: Path) -> None:
     with pytest.raises(InputError, match=r"no complete pilot folder: model\.safetensors"):
         load_pilot_folder(folder)
     (folder / "pilot.json").write_text("{")
-    with pytest.raises(InputError, match="not valid JSON"):
+    with pytest.raises(InputError, match="not readable JSON"):
         load_pilot_folder(folder)
     with pytest.raises(InputError, match=r"no pilot folder: pilot\.json: No such file"):
         load_pilot_folder(folder.parent)

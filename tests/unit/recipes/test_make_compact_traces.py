@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from blockpilot.core.errors import InputError
+from blockpilot.core.manifests import write_manifest
 from blockpilot.replay.pilot_training import tau_table
 from blockpilot.replay.trace_files import TraceSet, shipped_traces
-from blockpilot.training.manifests import write_manifest
 from tests.unit.replay.pieces import SIZES, make_pair, run_collect
 from tests.unit.studies.pieces import make_trace, write_traces
 

@@ -10,7 +10,7 @@ from blockpilot.pilots.base import Asked, Choice, Drafted, Outcome, Pilot, Pilot
 from blockpilot.pilots.growth import GrowthRules, falling_costs, grow_tree
 from blockpilot.replay.collect import collect
 from blockpilot.replay.config import CollectConfig, ReplayRequest
-from blockpilot.replay.costs import SimulatedStep
+from blockpilot.replay.simulate import SimulatedStep
 from blockpilot.replay.trace_files import TraceSet
 from tests.tiny import make_dflash, make_llm
 
@@ -104,6 +104,8 @@ class LinearCosts:
     draft: float = 1.0
     token: float = 0.4
     base: float = 3.0
+    overhead_ms: float = 0.0
+    padding: tuple[int, ...] = ()
 
     def draft_ms(self, block_size: int, batch_size: int = 1) -> float:
         return self.draft

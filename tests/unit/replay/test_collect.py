@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from blockpilot.core.errors import InputError
+from blockpilot.core.manifests import MANIFEST
 from blockpilot.pilots.fixed import FixedPilot, TreePilot
 from blockpilot.replay import collect
 from blockpilot.replay.oracles import oracle_steps
 from blockpilot.replay.simulate import simulate
 from blockpilot.replay.trace_files import TraceSet, shard_path, write_shard
 from blockpilot.replay.traces import ABSENT, Trace
-from blockpilot.training.manifests import MANIFEST
 from tests.tiny import make_dflash, make_eagle3, make_llm
 from tests.unit.replay.pieces import (
     PROMPTS,

@@ -10,6 +10,7 @@ import pytest
 from blockpilot.bench.methods import find_paper_pilot
 from blockpilot.cli.main import main
 from blockpilot.core.errors import InputError
+from blockpilot.core.manifests import write_manifest
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.files import read_card
@@ -20,7 +21,6 @@ from blockpilot.replay.pilot_report import compare, judge_calibration
 from blockpilot.replay.pilot_training import drafts_of, hold_out, read_group, train_step
 from blockpilot.replay.simulate import walk_chain
 from blockpilot.replay.trace_files import TraceSet, shard_path, write_shard
-from blockpilot.training.manifests import write_manifest
 from tests.unit.replay.pieces import SIZES, ignore, make_config, make_pair, make_requests, run_collect
 
 FOLDERS = ("a", "b")

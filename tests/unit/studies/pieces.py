@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from blockpilot.core.manifests import write_manifest
 from blockpilot.replay.trace_files import shard_path, write_shard
 from blockpilot.replay.traces import PrefillColumns, Trace, TraceSetting
-from blockpilot.training.manifests import write_manifest
 
 SIZES = tuple(range(12, 21))
 VOCAB_SIZE = 24

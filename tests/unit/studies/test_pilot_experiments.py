@@ -12,12 +12,11 @@ from pilot_study.trace_tables import SizeTable, part_taus, read_traces
 from pilot_study.variants import PrefillInputs, judge_choice, list_variants, predict, train_variant
 
 from blockpilot.core.errors import InputError
+from blockpilot.core.manifests import write_manifest
 from blockpilot.pilots.cost_model import StepCosts
-from blockpilot.replay.costs import SimulatedStep, total
-from blockpilot.replay.simulate import walk_chain
+from blockpilot.replay.simulate import SimulatedStep, total, walk_chain
 from blockpilot.replay.trace_files import TraceSet, require_disjoint
 from blockpilot.replay.traces import DraftColumns, Trace
-from blockpilot.training.manifests import write_manifest
 from tests.unit.studies.pieces import SIZES, make_trace, write_traces
 
 WINDOW = (14, 15, 16, 17, 18)

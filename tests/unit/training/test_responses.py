@@ -1,6 +1,5 @@
 """Training text on disk and as batches."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from safetensors.torch import load_file
 
 from blockpilot.core.errors import InputError
-from blockpilot.training.manifests import MANIFEST, read_manifest, write_manifest
 from blockpilot.training.responses import Response, ResponseSet, read_responses, shard_path, write_shard
 
 TEXTS = [Response([5, 6, 7, 8], 2), Response([9], 1), Response([1, 2, 3, 4, 5, 6], 3)]
@@ -54,19 +52,6 @@ def test_missing_data_is_named_and_nothing_is_created(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nowhere holds no training text: run `blockpilot synthesize"):
         read_responses(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"schema_version": 99}'])
-def test_a_damaged_manifest_is_named(tmp_path: Path, content: str) -> None:
-    (tmp_path / MANIFEST).write_text(content)
-    with pytest.raises(InputError, match=MANIFEST):
-        read_manifest(tmp_path)
-
-
-def test_a_manifest_carries_its_version(tmp_path: Path) -> None:
-    assert read_manifest(tmp_path) is None
-    write_manifest(tmp_path, {"config": {"seed": 1}})
-    assert json.loads((tmp_path / MANIFEST).read_text())["schema_version"] == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a tensor file", None])

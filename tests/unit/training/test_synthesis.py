@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from blockpilot.core.errors import BlockPilotError, InputError
+from blockpilot.core.manifests import MANIFEST
 from blockpilot.text.repetition import find_loop
 from blockpilot.training import synthesis
-from blockpilot.training.manifests import MANIFEST
 from blockpilot.training.synthesis import PROMPTS_FILE, SynthesisConfig, chat_prefix, synthesize
 from tests.unit.training.pieces import chat_target, chat_tokenizer, ignore
 

@@ -142,7 +142,10 @@ def test_other_errors_pass(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "line"),
-    [({"learning_rate": 0.5}, "run.learning_rate was 0.0015, now 0.5"), ({"seed": 7}, "run.seed was 0, now 7")],
+    [
+        ({"learning_rate": 0.5}, "run.learning_rate is 0.0015 there and 0.5 here"),
+        ({"seed": 7}, "run.seed is 0 there and 7 here"),
+    ],
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, options, line: str) -> None:
     make_trainer(tmp_path, steps=2).run(ignore)

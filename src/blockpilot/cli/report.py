@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from blockpilot.cli.console import print_note, print_result
 
@@ -17,14 +16,8 @@ def run(arguments: argparse.Namespace) -> int:
     from blockpilot.report.build import build_report
 
     files = build_report(arguments.runs, arguments.out or arguments.runs[0])
-    value: dict[str, Any] = {
-        "markdown": str(files.markdown),
-        "html": str(files.html),
-        "figures": [str(path) for path in files.figures],
-        "left_out": [{"figure": title, "reason": reason} for title, reason in files.left_out],
-    }
     if not arguments.json:
-        for title, reason in files.left_out:
-            print_note(f"left out: {title}, because {reason}")
-    print_result(value, value["html"], value["markdown"], is_json=arguments.json)
+        for one in files["left_out"]:
+            print_note(f"left out: {one['figure']}, because {one['reason']}")
+    print_result(files, files["html"], files["markdown"], is_json=arguments.json)
     return 0

@@ -1,10 +1,9 @@
 """Result folders in; `report.md`, `report.html` and figures out. `page.md` and `page.html` are their templates."""
 
 import importlib.util
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
@@ -13,9 +12,6 @@ from blockpilot.report import tables
 from blockpilot.report.notes import write_notes
 from blockpilot.report.run_data import Run, read_run, task_title
 from blockpilot.report.tables import Table
-
-if TYPE_CHECKING:
-    from blockpilot.report.figures.catalogue import DrawnFigure
 
 _TITLE = "BlockPilot benchmark"
 _LEAD = (
@@ -32,29 +28,8 @@ _MAX_METHODS = 4  # of the answer that is shown block by block
 _MAX_PROMPT = 600  # characters
 
 
-@dataclass(frozen=True)
-class ReportFiles:
-    markdown: Path
-    html: Path
-    figures: list[Path]
-    left_out: list[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class _Section:
-    """One run."""
-
-    run: Run
-    heading: str
-    setting: str
-    results: Table
-    notes: list[str]
-    figures: "list[DrawnFigure]"
-    left_out: list[tuple[str, str]]  # title of a figure, why it is missing
-    tables: list[tuple[str, Table]]
-
-
-def build_report(folders: Sequence[Path], out: Path) -> ReportFiles:
+def build_report(folders: Sequence[Path], out: Path) -> dict[str, Any]:
+    """Write the report; returns the paths of its files, and which figures were left out for which reason."""
     runs = [read_run(folder) for folder in folders]
     is_mixed = len({run.device for run in runs}) > 1
     headings = [f"{run.title}, {run.device}" if is_mixed else run.title for run in runs]
@@ -62,39 +37,47 @@ def build_report(folders: Sequence[Path], out: Path) -> ReportFiles:
         _build_section(run, heading, f"{place}-" if len(runs) > 1 else "")
         for place, (run, heading) in enumerate(zip(runs, headings, strict=True), start=1)
     ]
-    figures = {out / "figures" / f"{figure.file_name}.svg": figure.svg for one in sections for figure in one.figures}
+    figures = {
+        out / "figures" / f"{figure['name']}.svg": figure["svg"] for one in sections for figure in one["figures"]
+    }
     for path, svg in figures.items():
         write_text(path, svg + "\n")
     overview = tables.overview_table(runs, headings) if len(runs) > 1 else None
     for name in ("md", "html"):
         write_text(out / f"report.{name}", _render(f"page.{name}", overview, sections))
-    left_out = [entry for section in sections for entry in section.left_out]
-    return ReportFiles(out / "report.md", out / "report.html", list(figures), left_out)
+    return {
+        "markdown": str(out / "report.md"),
+        "html": str(out / "report.html"),
+        "figures": [str(path) for path in figures],
+        "left_out": [{"figure": title, "reason": reason} for one in sections for title, reason in one["left_out"]],
+    }
 
 
-def _build_section(run: Run, heading: str, prefix: str) -> _Section:
+def _build_section(run: Run, heading: str, prefix: str) -> dict[str, Any]:
+    """What the templates show of one run."""
     if importlib.util.find_spec("matplotlib") is None:
-        figures: list[DrawnFigure] = []
-        left_out = [("all figures", "matplotlib is not installed (pip install 'blockpilot[figures]')")]
+        missing = "matplotlib is not installed (pip install 'blockpilot[figures]')"
+        drawn: tuple[list[dict[str, str]], list[tuple[str, str]]] = ([], [("all figures", missing)])
     else:
         from blockpilot.report.figures.catalogue import draw_figures
 
-        figures, left_out = draw_figures(run, prefix)
+        drawn = draw_figures(run, prefix)
     found = {
         "Block sizes": tables.best_fixed_table(run),
         "Right answers": tables.scores_table(run),
         "All rows": tables.details_table(run),
     }
-    return _Section(
-        run=run,
-        heading=heading,
-        setting=_describe_setting(run),
-        results=tables.results_table(run),
-        notes=write_notes(run),
-        figures=figures,
-        left_out=left_out,
-        tables=[(title, table) for title, table in found.items() if table is not None],
-    )
+    return {
+        "run": run,
+        "heading": heading,
+        "setting": _describe_setting(run),
+        "results": tables.results_table(run),
+        "notes": write_notes(run),
+        "figures": drawn[0],
+        "left_out": drawn[1],
+        "tables": [(title, table) for title, table in found.items() if table is not None],
+        "answer": _pick_answer(run),
+    }
 
 
 def _describe_setting(run: Run) -> str:
@@ -114,7 +97,7 @@ def _describe_setting(run: Run) -> str:
     )
 
 
-def _render(template: str, overview: Table | None, sections: Sequence[_Section]) -> str:
+def _render(template: str, overview: Table | None, sections: Sequence[Mapping[str, Any]]) -> str:
     """The HTML needs no other file, styles and figures are inside; the Markdown links to the figures beside it."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -132,7 +115,6 @@ def _render(template: str, overview: Table | None, sections: Sequence[_Section])
         sections=sections,
         published=tables.published_table(),
         published_note=_PUBLISHED_NOTE,
-        pick_answer=_pick_answer,
     )
 
 

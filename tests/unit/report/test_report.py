@@ -32,7 +32,7 @@ FIGURES = ["speedups", "speed-by-size", "tau-by-size", "best-sizes", "acceptance
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     files = build_report([write_run(folder / "run")], folder / "out")
-    assert [path.stem for path in files.figures] == FIGURES and not files.left_out
+    assert [Path(path).stem for path in files["figures"]] == FIGURES and not files["left_out"]
     return folder / "out"
 
 
@@ -153,29 +153,29 @@ def test_missing_data_leaves_a_sentence(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", rows, sessions=[])
     (folder / "samples.jsonl").unlink()
     files = build_report([folder], tmp_path / "out")
-    assert [path.stem for path in files.figures] == ["speedups"] and len(files.left_out) == 6
-    page = files.html.read_text(encoding="utf-8")
+    assert [Path(path).stem for path in files["figures"]] == ["speedups"] and len(files["left_out"]) == 6
+    page = Path(files["html"]).read_text(encoding="utf-8")
     assert "it needs dflash:B for two block sizes or more" in page and "the run holds no sample" in page
-    assert "Left out: Acceptance by position, because" in files.markdown.read_text(encoding="utf-8")
+    assert "Left out: Acceptance by position, because" in Path(files["markdown"]).read_text(encoding="utf-8")
 
 
 def test_without_matplotlib_there_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     files = build_report([write_run(tmp_path / "run")], tmp_path / "out")
-    assert not files.figures and "pip install" in files.left_out[0][1]
-    assert "<b>1.75x</b>" in files.html.read_text(encoding="utf-8")
+    assert not files["figures"] and "pip install" in files["left_out"][0]["reason"]
+    assert "<b>1.75x</b>" in Path(files["html"]).read_text(encoding="utf-8")
 
 
 def test_several_runs_make_several_sections(tmp_path: Path) -> None:
     hot = [make_row("gsm8k", method, temperature=0.7) for method in SPEEDS]
     files = build_report([write_run(tmp_path / "a"), write_run(tmp_path / "b", hot)], tmp_path / "out")
-    page = files.html.read_text(encoding="utf-8")
+    page = Path(files["html"]).read_text(encoding="utf-8")
     assert "<h2>tiny, T = 0</h2>" in page and "<h2>tiny, T = 0.7</h2>" in page
     assert page.index("<h2>All runs</h2>") < page.index("<h2>tiny, T = 0</h2>")
-    text = files.markdown.read_text(encoding="utf-8")
+    text = Path(files["markdown"]).read_text(encoding="utf-8")
     assert "| Run | Prompts | Plain, tokens/s | Best fixed size | Best method | auto | 95 % interval |" in text
     assert re.search(r"\| tiny, T = 0.7 \| \d+ \| [\d.,]+ \| dflash:\d+ [\d.]+x \| \S+ 1.75x \| 1.75x \|", text)
-    assert {path.stem for path in files.figures} == {f"{run}-{name}" for run in (1, 2) for name in FIGURES}
+    assert {Path(path).stem for path in files["figures"]} == {f"{run}-{name}" for run in (1, 2) for name in FIGURES}
 
 
 def test_tokens_of_a_step_stand_together(report: Path) -> None:
@@ -237,6 +237,6 @@ def test_a_page_does_not_list_every_difference(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", rows, differences=many)
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))  # an earlier version kept them here
     (folder / "manifest.json").write_text(json.dumps(manifest | {"differences": many}), encoding="utf-8")
-    text = build_report([folder], tmp_path / "out").markdown.read_text(encoding="utf-8")
+    text = Path(build_report([folder], tmp_path / "out")["markdown"]).read_text(encoding="utf-8")
     assert text.count("odd, token 3, gap 0.75") == 8 and "is_near_tie" not in text
     assert '"device": "A processor"' in text

@@ -1,7 +1,6 @@
 """All figures of a report: name, heading, what it shows, and how it is drawn."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
@@ -10,63 +9,48 @@ from blockpilot.report.figures.speed import draw_speed_by_size, draw_speedups, d
 from blockpilot.report.figures.style import NoFigureError, render
 from blockpilot.report.run_data import Run
 
-
-@dataclass(frozen=True)
-class _Kind:
-    name: str
-    title: str
-    caption: str
-    draw: Callable[[Run, Figure], None]
-
-
-@dataclass(frozen=True)
-class DrawnFigure:
-    kind: _Kind
-    file_name: str
-    svg: str
-
-
-_CATALOGUE = (
-    _Kind(
+_Draw = Callable[[Run, Figure], None]
+_CATALOGUE: tuple[tuple[str, str, str, _Draw], ...] = (  # name, title, caption, how it is drawn
+    (
         "speedups",
         "Speedup over plain decoding",
         "Decode tokens per second over those of plain decoding in the same run. Whiskers: paired bootstrap over "
         "prompts, 95 %. Dashed: plain decoding.",
         draw_speedups,
     ),
-    _Kind(
+    (
         "speed-by-size",
         "Speed by block size",
         "Fixed DFlash chains by block size, and the other methods as lines across, named from the fastest down.",
         draw_speed_by_size,
     ),
-    _Kind(
+    (
         "tau-by-size",
         "Tokens per step by block size",
         "Fixed DFlash chains; mean of the answers' means.",
         draw_tau_by_size,
     ),
-    _Kind(
+    (
         "best-sizes",
         "Which fixed size serves a prompt best",
         "For every prompt the best of the measured sizes, by speed and by tokens per step. Known only in hindsight; "
         "with few tokens per prompt much of the spread is noise.",
         draw_best_sizes,
     ),
-    _Kind(
+    (
         "acceptance",
         "Acceptance by position",
         "Of the steps that drafted as far as a position, the share whose accepted path reached it. Each answer's last "
         "step is left out.",
         draw_acceptance,
     ),
-    _Kind(
+    (
         "time-split",
         "Where a step's time goes",
         "Mean milliseconds of one step. Other: keeping the cache, showing the drafter what was kept, text.",
         draw_time_split,
     ),
-    _Kind(
+    (
         "step-costs",
         "What steps cost on this machine",
         "Measured before decoding, the host's work included. Adaptive methods weigh tokens against these milliseconds.",
@@ -75,13 +59,15 @@ _CATALOGUE = (
 )
 
 
-def draw_figures(run: Run, prefix: str) -> tuple[list[DrawnFigure], list[tuple[str, str]]]:
+def draw_figures(run: Run, prefix: str) -> tuple[list[dict[str, str]], list[tuple[str, str]]]:
     """The figures that the run has data for; of the others the title, and why they are missing."""
     figures, left_out = [], []
-    for kind in _CATALOGUE:
-        name = f"{prefix}{kind.name}"
+    for kind, title, caption, draw in _CATALOGUE:
+        name = f"{prefix}{kind}"
         try:
-            figures.append(DrawnFigure(kind, name, render(kind.draw, run, name)))
+            svg = render(draw, run, name)
         except NoFigureError as error:
-            left_out.append((kind.title, str(error)))
+            left_out.append((title, str(error)))
+        else:
+            figures.append({"name": name, "title": title, "caption": caption, "svg": svg})
     return figures, left_out

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from blockpilot.bench.tasks import SHIPPED, TASKS, sort_prompts
+from blockpilot.bench.tasks import NOT_SHIPPED, SHIPPED, TASKS, sort_prompts
 from blockpilot.text.prompts import Prompt, read_prompts
 
 NUM_TEST, NUM_CALIBRATION = 64, 16
@@ -49,10 +49,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=SHIPPED)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for name, task in TASKS.items():
-        if not task.is_shipped:
+    for name, file in TASKS.items():
+        if name in NOT_SHIPPED:
             continue
-        chosen = choose(name, read_prompts(arguments.data / f"{task.file}.jsonl.gz"))
+        chosen = choose(name, read_prompts(arguments.data / f"{file}.jsonl.gz"))
         lines = "".join(json.dumps(record(name, prompt), ensure_ascii=False) + "\n" for prompt in chosen)
         packed = gzip.compress(lines.encode(), compresslevel=9, mtime=0)
         (arguments.out / f"{name}.jsonl.gz").write_bytes(packed)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.config import device_type
-from blockpilot.core.errors import InputError
+from blockpilot.core.errors import InputError, require_at_least
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.text.prompts import SPLITS
 
@@ -38,11 +38,7 @@ class BenchConfig:
             raise InputError("no tasks to measure")
         if not self.methods or self.methods[0] != "ar" or len(set(self.methods)) != len(self.methods):
             raise InputError("methods are named once each, and plain decoding (ar) is the first")
-        if self.num_prompts < 0:
-            raise InputError(f"the number of prompts must be at least 0 (all), got {self.num_prompts}")
-        for name in ("repeats", "concurrency", "calibration_prompts"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name.replace('_', ' ')} must be at least 1, got {getattr(self, name)}")
+        require_at_least(self, num_prompts=0, repeats=1, concurrency=1, calibration_prompts=1)
         if self.split not in SPLITS:
             raise InputError(f"unknown split {self.split!r}; known: {', '.join(SPLITS)}")
         if BEST_FIXED in self.methods and self.split != "test":
@@ -67,16 +63,11 @@ QUICK = BenchConfig(
 )
 
 
-@dataclass(frozen=True)
-class Estimate:
-    num_answers: int
-    num_tokens: int  # at most
-    seconds: float
-    tokens_per_second: float  # that was assumed
+def estimate(tasks: Sequence[TaskPrompts], config: BenchConfig, device: str) -> dict[str, float]:
+    """How much is to be decoded, and how long that takes at the rate that is named.
 
-
-def estimate(tasks: Sequence[TaskPrompts], config: BenchConfig, device: str) -> Estimate:
-    """Every answer as long as it may be, every method as fast as plain decoding."""
+    Every answer is as long as it may be, every method as fast as plain decoding.
+    """
     rate = _RATES[device_type(device)]
     num_answers, num_characters = 0, 0
     for task in tasks:
@@ -87,4 +78,4 @@ def estimate(tasks: Sequence[TaskPrompts], config: BenchConfig, device: str) -> 
             num_characters += times * sum(map(len, turns))
     num_tokens = num_answers * config.max_new_tokens
     seconds = (num_tokens + num_characters / _CHARACTERS_PER_TOKEN / _PREFILL_FACTOR) / rate
-    return Estimate(num_answers, num_tokens, seconds, rate)
+    return {"num_answers": num_answers, "num_tokens": num_tokens, "seconds": seconds, "tokens_per_second": rate}

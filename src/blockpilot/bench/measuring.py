@@ -16,6 +16,7 @@ from blockpilot.bench.answers import Answer, AnswersFile, RoundKey
 from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.methods import NO_DRAFTER, Method
 from blockpilot.bench.plan import Round, encode_turn
+from blockpilot.core.device import is_out_of_memory
 from blockpilot.core.progress import Progress
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
@@ -177,12 +178,8 @@ def _record(work: Round, row: int, *, turn: int, method: str, completion: Comple
 
 
 def explain_shortage(error: RuntimeError | MemoryError) -> str:
-    """One line about memory that ran out, which is given back where it can be; any other error is raised again.
-
-    PyTorch raises RuntimeError, or a class made of it, on a GPU and on a CPU alike.
-    """
-    text = str(error).lower()
-    if not isinstance(error, MemoryError) and "out of memory" not in text and "allocate memory" not in text:
+    """One line about memory that ran out, which is given back where it can be; any other error is raised again."""
+    if not is_out_of_memory(error):
         raise error
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -19,22 +19,17 @@ _SUFFIXES = (".jsonl.gz", ".jsonl.xz", ".jsonl")
 _SkipBad = Callable[[InputError], None]
 
 
-@dataclass(frozen=True)
-class Task:
-    file: str  # name of the whole set's file, without suffix
-    is_shipped: bool = True
-
-
-TASKS = {
-    "gsm8k": Task("gsm8k_test"),
-    "math500": Task("math500"),
-    "aime24": Task("aime24", is_shipped=False),
-    "humaneval": Task("humaneval"),
-    "mbpp": Task("mbpp_sanitized_test"),
-    "swebench": Task("swebench_lite_test"),
-    "mt_bench": Task("mt_bench"),
-    "alpaca": Task("alpaca_1000", is_shipped=False),
+TASKS = {  # task: name of the whole set's file, without suffix
+    "gsm8k": "gsm8k_test",
+    "math500": "math500",
+    "aime24": "aime24",
+    "humaneval": "humaneval",
+    "mbpp": "mbpp_sanitized_test",
+    "swebench": "swebench_lite_test",
+    "mt_bench": "mt_bench",
+    "alpaca": "alpaca_1000",
 }
+NOT_SHIPPED = ("aime24", "alpaca")
 
 
 @dataclass(frozen=True)
@@ -51,19 +46,21 @@ class TaskPrompts:
 
 def default_tasks(data: Path | None) -> tuple[str, ...]:
     """Every set that is at hand."""
-    return tuple(name for name, task in TASKS.items() if (task.is_shipped if data is None else _find(data, task)))
+    return tuple(
+        name for name, file in TASKS.items() if (name not in NOT_SHIPPED if data is None else _find(data, file))
+    )
 
 
 def read_task(name: str, *, data: Path | None, split: str, skip_bad: _SkipBad | None = None) -> TaskPrompts:
     """A known set, from `data` or as it ships."""
-    task = TASKS.get(name)
-    if task is None:
+    file = TASKS.get(name)
+    if file is None:
         raise InputError(f"unknown task {name!r}; known: {', '.join(TASKS)}; your own prompts go in with --prompts")
-    if data is None and not task.is_shipped:
-        raise InputError(f"task {name} does not ship because of its licence: give --data DIR with {task.file}.jsonl")
-    path = SHIPPED / f"{name}.jsonl.gz" if data is None else _find(data, task)
+    if data is None and name in NOT_SHIPPED:
+        raise InputError(f"task {name} does not ship because of its licence: give --data DIR with {file}.jsonl")
+    path = SHIPPED / f"{name}.jsonl.gz" if data is None else _find(data, file)
     if path is None:
-        raise InputError(f"task {name}: {data} holds no {task.file}{_SUFFIXES[0]} (or .xz, or uncompressed)")
+        raise InputError(f"task {name}: {data} holds no {file}{_SUFFIXES[0]} (or .xz, or uncompressed)")
     return read_file(path, name=name, split=split, skip_bad=skip_bad)
 
 
@@ -85,7 +82,7 @@ def sort_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     return sorted(prompts, key=lambda prompt: prompt.digest)
 
 
-def _find(data: Path, task: Task) -> Path | None:
+def _find(data: Path, file: str) -> Path | None:
     if not data.is_dir():
         raise InputError(f"--data {data} is no folder")
-    return next((path for suffix in _SUFFIXES if (path := data / f"{task.file}{suffix}").is_file()), None)
+    return next((path for suffix in _SUFFIXES if (path := data / f"{file}{suffix}").is_file()), None)

@@ -190,14 +190,14 @@ def _print_plan(arguments: argparse.Namespace, config: BenchConfig, tasks: tuple
     guess = estimate(tasks, config, arguments.device)
     counts = {task.name: len(task.prompts[: config.num_prompts or None]) for task in tasks}
     if arguments.json:
-        print_json({"plan": dataclasses.asdict(config), "num_prompts": counts, **dataclasses.asdict(guess)})
+        print_json({"plan": dataclasses.asdict(config), "num_prompts": counts, **guess})
         return 0
     print("tasks    " + ", ".join(f"{name} ({count})" for name, count in counts.items()))
     print("methods  " + ", ".join(config.methods))
-    print(f"answers  {guess.num_answers:,} with up to {guess.num_tokens:,} tokens, {config.concurrency} at once")
+    print(f"answers  {guess['num_answers']:,} with up to {guess['num_tokens']:,} tokens, {config.concurrency} at once")
     print(
-        f"time     at most about {format_duration(guess.seconds)} if every method decodes "
-        f"{guess.tokens_per_second:.0f} tokens/s"
+        f"time     at most about {format_duration(guess['seconds'])} if every method decodes "
+        f"{guess['tokens_per_second']:.0f} tokens/s"
     )
     return 0
 

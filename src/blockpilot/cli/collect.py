@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from blockpilot.cli import options
 from blockpilot.cli.console import ProgressLines, print_result, show_progress
 from blockpilot.core.config import EngineConfig, device_type
-from blockpilot.core.errors import InputError
+from blockpilot.core.errors import InputError, require_at_least
 from blockpilot.core.files import hash_file
 from blockpilot.text.prompts import SPLITS, read_prompts
 
@@ -147,8 +147,7 @@ def _choose_drafter(spec: str, target: str) -> str:
 
 def _choose_prompts(arguments: argparse.Namespace) -> "list[PlacedPrompt]":
     """Task, place in the file, and prompt."""
-    if arguments.num_prompts < 0:
-        raise InputError(f"--num-prompts must be at least 0 (all), got {arguments.num_prompts}")
+    require_at_least(arguments, num_prompts=0)
     chosen = []
     for path in arguments.prompts:
         task = path.name.split(".")[0]

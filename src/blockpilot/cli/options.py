@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from blockpilot.core.config import EngineConfig, default_dtype, device_type
-from blockpilot.core.errors import InputError
+from blockpilot.core.errors import InputError, require_at_least
 
 if TYPE_CHECKING:
     from blockpilot.integrations.ray.cluster import ClusterOptions
@@ -75,8 +75,7 @@ def check_ray(arguments: argparse.Namespace) -> None:
         if arguments.ray_workers is not None:
             raise InputError("--ray-workers is the number of workers on a Ray cluster: give --ray as well")
         return
-    if arguments.ray_workers is not None and arguments.ray_workers < 1:
-        raise InputError(f"--ray-workers must be at least 1, got {arguments.ray_workers}")
+    require_at_least(arguments, ray_workers=1)
     if ":" in arguments.device:
         raise InputError(f"--ray gives every worker a GPU of its own: use --device cuda, not {arguments.device}")
     if importlib.util.find_spec("ray") is None:

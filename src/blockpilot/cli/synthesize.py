@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 
 from blockpilot.cli.console import ProgressLines, print_result, show_progress
 from blockpilot.cli.options import add_option, add_target_options, read_list
-from blockpilot.core.errors import InputError
+from blockpilot.core.errors import InputError, require_at_least
 
 if TYPE_CHECKING:
     from blockpilot.training.synthesis import SynthesisConfig
-
-_LEAST = {"num_prompts": 0, "max_length": 32, "rows": 0, "shard_size": 1, "seed": 0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,9 +55,7 @@ def _build_config(arguments: argparse.Namespace) -> "SynthesisConfig":
 
     if not arguments.num_prompts and not arguments.prompts:
         raise InputError("nothing to answer: give --num-prompts or --prompts FILE")
-    for name, least in _LEAST.items():
-        if (value := getattr(arguments, name)) < least:
-            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    require_at_least(arguments, num_prompts=0, max_length=32, rows=0, shard_size=1, seed=0)
     return SynthesisConfig(
         target=arguments.target,
         num_written=arguments.num_prompts,

@@ -5,12 +5,13 @@ with the package, and puts it where `blockpilot bench` looks for it.
 """
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockpilot.cli.console import print_columns, print_json, print_note, show_counted, show_progress
 from blockpilot.cli.options import DEFAULT_TARGET, add_option, read_count, read_fields, read_list
-from blockpilot.core.errors import InputError
+from blockpilot.core.errors import InputError, require_at_least
 
 if TYPE_CHECKING:
     from blockpilot.pilots.base import Pilot
@@ -50,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for name in ("radius", "epochs"):
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise InputError(f"--{name} must be at least 1, got {value}")
+    require_at_least(arguments, radius=1, epochs=1)
     if arguments.kind == "step" and (not arguments.traces or arguments.out is None):
         raise InputError("--kind step needs --traces and --out")
     with show_progress("reading traces"):
@@ -183,7 +182,7 @@ def _judge(
 
 def _print_result(arguments: argparse.Namespace, facts: dict[str, Any], rows: "list[Row]") -> None:
     if arguments.json:
-        print_json({"out": str(arguments.out), **facts, "rows": [row.to_dict() for row in rows]})
+        print_json({"out": str(arguments.out), **facts, "rows": [asdict(row) for row in rows]})
         return
     columns = {
         "load": [row.load for row in rows],

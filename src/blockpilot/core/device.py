@@ -13,3 +13,10 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(f"device {name} was asked for, but PyTorch sees {torch.cuda.device_count()} of them here")
     return device
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """On a GPU PyTorch has an error of its own, some libraries' and a CPU's are a RuntimeError like any other."""
+    text = str(error).lower()
+    is_told = any(words in text for words in ("out of memory", "allocate memory", "defaultcpuallocator"))
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and is_told)

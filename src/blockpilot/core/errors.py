@@ -16,3 +16,11 @@ class InputError(BlockPilotError):
     """Bad input: the message names what was wrong and what to do instead."""
 
     exit_code = 2
+
+
+def require_at_least(values: object, **least: int) -> None:
+    """Check options, or the fields of a configuration that are named like options; None stands for a default."""
+    for name, bound in least.items():
+        value = getattr(values, name)
+        if value is not None and value < bound:
+            raise InputError(f"--{name.replace('_', '-')} must be at least {bound}, got {value}")

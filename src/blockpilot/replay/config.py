@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from blockpilot.core.config import MAX_BLOCK_SIZE
-from blockpilot.core.errors import InputError
+from blockpilot.core.errors import InputError, require_at_least
 from blockpilot.core.sampling_params import SamplingParams
 
 _DEFAULT_SIZES = (*range(2, 21), 24, 32)
@@ -41,8 +41,7 @@ class CollectConfig:
             raise InputError("candidates are kept at every anchor or not at all: leave out draft sizes, or visit every")
         if self.precision not in _PRECISIONS:
             raise InputError(f"unknown precision {self.precision!r}; known: {', '.join(_PRECISIONS)}")
-        if self.shard_size < 1:
-            raise InputError(f"shard size must be at least 1, got {self.shard_size}")
+        require_at_least(self, shard_size=1)
         self.params(self.seed)
 
     def params(self, seed: int) -> SamplingParams:

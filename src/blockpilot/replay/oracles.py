@@ -1,7 +1,6 @@
 """The best that choosing block sizes can do, known only afterwards: per request and per step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.cost_model import StepCosts
@@ -9,16 +8,12 @@ from blockpilot.replay.simulate import SimulatedStep, chain_step, total, walk_ch
 from blockpilot.replay.traces import Trace
 
 
-@dataclass(frozen=True)
-class RequestOracle:
-    block_size: int  # 1: plain decoding
-    steps: list[SimulatedStep]
-
-
-def oracle_request(trace: Trace, sizes: Sequence[int], costs: StepCosts, *, batch_size: int = 1) -> RequestOracle:
-    """The one chain size that finishes this request soonest; the smaller where two take alike."""
-    walks = [RequestOracle(size, walk_chain(trace, size, costs, batch_size=batch_size)) for size in sorted(sizes)]
-    return min(walks, key=lambda walk: total([walk.steps]).milliseconds)
+def oracle_request(
+    trace: Trace, sizes: Sequence[int], costs: StepCosts, *, batch_size: int = 1
+) -> tuple[int, list[SimulatedStep]]:
+    """The one chain size that finishes this request soonest, and its steps; the smaller where two take alike."""
+    walks = [(size, walk_chain(trace, size, costs, batch_size=batch_size)) for size in sorted(sizes)]
+    return min(walks, key=lambda walk: total([walk[1]]).milliseconds)
 
 
 def oracle_steps(

@@ -4,9 +4,9 @@ The best fixed chain and tree are chosen on the training traces. Intervals are p
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,9 +54,6 @@ class Row:
     draft_share: float  # of steps that drafted
     verify_size: float  # mean
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def compare(
     train: Sequence[Trace], test: Sequence[Trace], pilots: Sequence[Pilot], costs: StepCosts, *, load: str
@@ -76,7 +73,7 @@ def compare(
     for pilot in pilots:
         priced = replace(pilot, costs=costs) if isinstance(pilot, StepPilot) else pilot
         walks[pilot.name] = [simulate(trace, priced, costs) for trace in test]
-    walks["oracle per request"] = [oracle_request(trace, (1, *sizes), costs).steps for trace in test]
+    walks["oracle per request"] = [oracle_request(trace, (1, *sizes), costs)[1] for trace in test]
     if all(trace.setting.is_every_anchor for trace in test):
         walks["oracle per step"] = [oracle_steps(trace, costs, sizes=sizes) for trace in test]
     plain, fixed = list(walks.values())[:2]

@@ -116,9 +116,3 @@ def stop_flag() -> Iterator[StopFlag]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """On a GPU PyTorch has its own error; on a CPU it is a RuntimeError like any other."""
-    is_cpu_error = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    return is_cpu_error or isinstance(error, torch.OutOfMemoryError | MemoryError)

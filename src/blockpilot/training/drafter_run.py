@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from blockpilot.core.config import MAX_BLOCK_SIZE
-from blockpilot.core.errors import InputError
+from blockpilot.core.errors import InputError, require_at_least
 
 KINDS = ("dflash", "dflash2", "eagle3")
 _AT_LEAST_ONE = (
@@ -43,23 +43,13 @@ class DrafterRun:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InputError(f"unknown kind {self.kind!r}: use {', '.join(KINDS)}")
-        self._check_least(_AT_LEAST_ONE, 1)
-        self._check_least(_NOT_NEGATIVE, 0)
+        require_at_least(self, **dict.fromkeys(_AT_LEAST_ONE, 1), **dict.fromkeys(_NOT_NEGATIVE, 0))
         for name in _ABOVE_ZERO:
             if not getattr(self, name) > 0:
-                raise InputError(f"{_flag(name)} must be above 0, got {getattr(self, name)}")
+                raise InputError(f"--{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
         if not 2 <= self.block_size <= MAX_BLOCK_SIZE:
             raise InputError(f"--block-size must lie between 2 and {MAX_BLOCK_SIZE}, got {self.block_size}")
         if not 2 <= self.min_block_size <= self.block_size:
             raise InputError(f"--min-block-size must lie between 2 and {self.block_size}, got {self.min_block_size}")
         if self.kind == "eagle3" and self.start_from:
             raise InputError("--start-from takes DFlash drafters only: leave it out for --kind eagle3")
-
-    def _check_least(self, names: tuple[str, ...], least: int) -> None:
-        for name in names:
-            if getattr(self, name) < least:
-                raise InputError(f"{_flag(name)} must be at least {least}, got {getattr(self, name)}")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from blockpilot.core.device import is_out_of_memory
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
 from blockpilot.core.manifests import read_manifest, require_same_run, write_manifest
@@ -23,7 +24,6 @@ from blockpilot.text.prompts import read_prompts
 from blockpilot.text.repetition import find_loop, without_overlap
 from blockpilot.text.tokenizer import Tokenizer
 from blockpilot.training.bulk_generation import BulkGenerator, Row
-from blockpilot.training.checkpoints import is_out_of_memory
 from blockpilot.training.responses import Response, read_responses, shard_path, write_shard
 
 PROMPTS_FILE = "prompts.json"

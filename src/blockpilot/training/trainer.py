@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blockpilot.core.device import is_out_of_memory
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import ensure_folder
 from blockpilot.training.checkpoints import (
     StopFlag,
     TrainingStoppedError,
     append_log,
-    is_out_of_memory,
     load_checkpoint,
     read_log,
     save_checkpoint,

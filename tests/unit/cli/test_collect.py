@@ -97,7 +97,7 @@ def test_a_finished_run_has_nothing_to_do_and_another_is_refused(
         (["--device", "toaster"], "unknown device 'toaster'"),
         (["--temperature", "-1"], "temperature must be 0"),
         (["--num-prompts", "-1"], "--num-prompts must be at least 0"),
-        (["--shard-size", "0"], "shard size must be at least 1"),
+        (["--shard-size", "0"], "--shard-size must be at least 1"),
         (["--prompts", "gone.txt"], "prompt file gone.txt does not exist"),
         (["--split", "train"], "invalid choice: 'train'"),
         (["--drafter", "ngram"], "replay needs a DFlash drafter, got ngram"),

@@ -70,7 +70,7 @@ def test_a_finished_run_has_nothing_to_do(
     assert f"the drafter is in {tmp_path / 'drafter'}" in capsys.readouterr().out
     assert (tmp_path / "drafter" / "model.safetensors").read_bytes() == before
     assert train(target, data, tmp_path, "--seed", "3") == 2
-    assert "run.seed was 0, now 3; choose another --out" in capsys.readouterr().err
+    assert "run.seed is 0 there and 3 here; choose another --out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ def test_other_drafters_are_refused(drafter: str | None, tmp_path: Path) -> None
         ({"anchors": "some"}, "unknown anchors 'some'; known: every, visited"),
         ({"anchors": "visited"}, "candidates are kept at every anchor or not at all"),
         ({"precision": "int8"}, "unknown precision 'int8'"),
-        ({"shard_size": 0}, "shard size must be at least 1"),
+        ({"shard_size": 0}, "--shard-size must be at least 1"),
         ({"temperature": -1.0}, "temperature must be 0"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
     ],

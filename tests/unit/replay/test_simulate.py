@@ -185,8 +185,8 @@ def test_oracles_beat_every_fixed_size(tmp_path: Path) -> None:
     costs = LinearCosts()
     for trace in run_collect(make_pair(), tmp_path, max_new_tokens=12):
         fixed = {size: milliseconds(walk_chain(trace, size, costs)) for size in (1, *SIZES)}
-        chosen = oracle_request(trace, (1, *SIZES), costs)
-        assert milliseconds(chosen.steps) == min(fixed.values()) == fixed[chosen.block_size]
+        size, walk = oracle_request(trace, (1, *SIZES), costs)
+        assert milliseconds(walk) == min(fixed.values()) == fixed[size]
         steps = oracle_steps(trace, costs)
         assert sum(step.emitted for step in steps) == trace.num_anchors
         assert milliseconds(steps) <= min(fixed.values()) + 1e-9

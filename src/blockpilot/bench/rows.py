@@ -112,7 +112,7 @@ def _count(found: Sequence[Answer]) -> Row:
         "num_prompts": len({answer.prompt_id for answer in first}),
         "num_tokens": sum(len(answer.token_ids) for answer in first),
         "num_steps": sum(len(answer.emitted) for answer in first),
-        **vars(count_lengths(first)),
+        **count_lengths(first),
     }
 
 

@@ -104,7 +104,6 @@ class BenchRun:
             methods=self.config.methods,
         )
         rows = build_rows(answers, differences, scores, facts)
-        self.manifest.pop("differences", None)  # where an earlier version kept them
         self.manifest |= {
             "is_complete": True,
             "left_out_tasks": left_out,

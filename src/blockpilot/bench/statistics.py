@@ -3,14 +3,14 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.bench.answers import Answer
-from blockpilot.text.repetition import count_repeats, find_loop
+from blockpilot.text.repetition import count_repeats, loop_free_steps
 
 _NUM_RESAMPLES = 2000
 _SEED = 20261115  # of the bootstrap alone
@@ -95,31 +95,16 @@ def _rates(measured: Measured, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         return np.asarray(measured.tokens[rows].sum(axis=1) / measured.decode[rows].sum(axis=1))
 
 
-@dataclass(frozen=True)
-class Lengths:
+def count_lengths(answers: Sequence[Answer]) -> dict[str, float | None]:
     """Emitted tokens per step of some answers, three ways, and how much they repeat themselves."""
-
-    tau_mean: float | None  # mean of the answers' means
-    tau_pooled: float | None  # all tokens / all steps
-    tau_loop_free: float | None  # mean of the answers' means over steps that start before the first repetition
-    loop_share: float | None
-
-
-def count_lengths(answers: Sequence[Answer]) -> Lengths:
     free = [loop_free_steps(answer.token_ids, answer.emitted) for answer in answers]
     num_tokens = sum(len(answer.token_ids) for answer in answers)
-    return Lengths(
-        tau_mean=mean(answer.tau for answer in answers),
-        tau_pooled=mean(count for answer in answers for count in answer.emitted),
-        tau_loop_free=mean(mean(steps) for steps in free),
-        loop_share=divide(sum(count_repeats(answer.token_ids) for answer in answers), num_tokens),
-    )
-
-
-def loop_free_steps(token_ids: Sequence[int], emitted: Sequence[int]) -> list[int]:
-    """The emitted lengths of the steps whose anchor stands before the first repetition."""
-    anchors, loop = accumulate(emitted, initial=0), find_loop(token_ids)
-    return [count for count, anchor in zip(emitted, anchors, strict=False) if anchor < loop]
+    return {
+        "tau_mean": mean(answer.tau for answer in answers),
+        "tau_pooled": mean(count for answer in answers for count in answer.emitted),
+        "tau_loop_free": mean(mean(steps) for steps in free),
+        "loop_share": divide(sum(count_repeats(answer.token_ids) for answer in answers), num_tokens),
+    }
 
 
 def count_positions(answers: Sequence[Answer]) -> dict[str, list[int]]:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from blockpilot.cli import options
 from blockpilot.cli.console import ProgressLines, print_result, show_progress
-from blockpilot.core.config import EngineConfig, device_type
+from blockpilot.core.config import device_type
 from blockpilot.core.errors import InputError, require_at_least
 from blockpilot.core.files import hash_file
 from blockpilot.text.prompts import SPLITS, read_prompts
 
 if TYPE_CHECKING:
-    from blockpilot.replay.collect import PlacedPrompt
-    from blockpilot.replay.config import CollectConfig
+    from blockpilot.replay.config import CollectConfig, CollectJob, PlacedPrompt
+    from blockpilot.replay.trace_files import TraceSet
 
 _NO_DFLASH = ("ngram", "none")
 _SHARD_SIZES = {"cpu": 16, "cuda": 64}
@@ -58,12 +58,18 @@ def _add_record_options(group: options.Options) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from blockpilot.replay.config import CollectJob
+
     options.check_ray(arguments)
-    config = _build_config(arguments)
-    engine_config = options.read_engine_config(arguments, num_slots=_NUM_SLOTS[device_type(arguments.device)])
-    arguments.drafter = _choose_drafter(arguments.drafter, arguments.target)
-    collect = _collect_here if arguments.ray is None else _collect_on_ray
-    manifest = collect(arguments, engine_config, _choose_prompts(arguments), config)
+    job = CollectJob(
+        config=_build_config(arguments),
+        engine=options.read_engine_config(arguments, num_slots=_NUM_SLOTS[device_type(arguments.device)]),
+        target=arguments.target,
+        drafter=_choose_drafter(arguments),
+        prompts=_choose_prompts(arguments),
+        source=_describe_source(arguments),
+    )
+    manifest = _collect(job, arguments).manifest
     keys = ("num_traces", "num_shards", "num_answer_tokens", "num_disagreements", "is_estimate")
     found = {key: manifest[key] for key in keys}
     kind = "estimated traces" if found["is_estimate"] else "traces"
@@ -72,34 +78,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _collect_here(
-    arguments: argparse.Namespace, engine: EngineConfig, prompts: "list[PlacedPrompt]", config: "CollectConfig"
-) -> dict[str, Any]:
-    with show_progress(f"loading {arguments.target}") as progress:
+def _collect(job: "CollectJob", arguments: argparse.Namespace) -> "TraceSet":
+    report = ProgressLines()
+    if arguments.ray is not None:
+        from blockpilot.integrations.ray.collect import collect_on_ray
+
+        return collect_on_ray(job, options.cluster_options(arguments), out=arguments.out, report=report)
+    with show_progress(f"loading {job.target}") as progress:
         from blockpilot.engine.llm import LLM
         from blockpilot.replay.collect import collect, encode_requests
         from blockpilot.replay.collector import require_dflash
 
-        llm = LLM(arguments.target, drafter=arguments.drafter, pilot="ar", config=engine, progress=progress)
+        llm = LLM(job.target, drafter=job.drafter, pilot="ar", config=job.engine, progress=progress)
     require_dflash(llm)
-    requests, source = encode_requests(llm, prompts, config.seed), _describe_source(arguments)
-    return collect(llm, requests, config, out=arguments.out, report=ProgressLines(), source=source).manifest
-
-
-def _collect_on_ray(
-    arguments: argparse.Namespace, engine: EngineConfig, prompts: "list[PlacedPrompt]", config: "CollectConfig"
-) -> dict[str, Any]:
-    from blockpilot.integrations.ray.collect import CollectJob, collect_on_ray
-
-    job = CollectJob(
-        target=arguments.target,
-        drafter=arguments.drafter,
-        engine=engine,
-        prompts=prompts,
-        config=config,
-        source=_describe_source(arguments),
-    )
-    return collect_on_ray(job, options.cluster_options(arguments), out=arguments.out, report=ProgressLines()).manifest
+    requests = encode_requests(llm, job.prompts, job.config.seed)
+    return collect(llm, requests, job.config, out=arguments.out, report=report, source=job.source)
 
 
 def _build_config(arguments: argparse.Namespace) -> "CollectConfig":
@@ -133,13 +126,14 @@ def _read_range(text: str) -> range:
     return range(start, end + 1)
 
 
-def _choose_drafter(spec: str, target: str) -> str:
+def _choose_drafter(arguments: argparse.Namespace) -> str:
     from blockpilot.models.shipped import shipped_drafter
 
+    spec, target = arguments.drafter, arguments.target
     if spec in _NO_DFLASH:
         raise InputError(f"replay needs a DFlash drafter, got {spec}: give --drafter a DFlash folder or hub id")
     if spec != "auto":
-        return spec
+        return str(spec)
     if (shipped := shipped_drafter(target)) is None:
         raise InputError(f"replay needs a DFlash drafter, and none ships for {target}: give --drafter")
     return shipped
@@ -164,7 +158,7 @@ def _describe_source(arguments: argparse.Namespace) -> dict[str, Any]:
     from blockpilot.replay.collect import hash_weights
 
     return {
-        "drafter_sha256": hash_weights(resolve_folder(arguments.drafter, what="drafter")),
+        "drafter_sha256": hash_weights(resolve_folder(_choose_drafter(arguments), what="drafter")),
         "prompt_files": [{"name": path.name, "sha256": hash_file(path)} for path in arguments.prompts],
         "split": arguments.split,
         "num_prompts": arguments.num_prompts or None,

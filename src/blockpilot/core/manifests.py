@@ -27,6 +27,15 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     write_text(folder / MANIFEST, text)
 
 
+def open_run(folder: Path, identity: Mapping[str, Any], *, free: Collection[str] = ()) -> None:
+    """Begin a run in an empty folder, or continue one of the same making."""
+    found = read_manifest(folder)
+    if found is None:
+        write_manifest(folder, {**identity, "is_complete": False})
+    else:
+        require_same_run(folder, found, identity, free=free)
+
+
 def require_same_run(
     where: Path, found: Mapping[str, Any], wanted: Mapping[str, Any], *, free: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:

@@ -74,7 +74,7 @@ def save_pilot(
 
 def load_pilot_folder(
     folder: Path,
-    costs: StepCosts | Callable[[], StepCosts] | None = None,
+    costs: Callable[[], StepCosts] = StepCosts.linear,
     *,
     is_chain: bool = False,
     max_block_size: int | None = None,
@@ -82,7 +82,7 @@ def load_pilot_folder(
 ) -> Pilot:
     """The pilot in a folder, for a drafter that can do blocks up to `max_block_size`.
 
-    Costs may be a function, called only if the pilot weighs steps. Without them an imagined load is assumed.
+    `costs` is called only if the pilot weighs steps. Without it an imagined load is assumed.
     """
     card = read_card(folder)
     if max_block_size is not None and max(card.sizes) > max_block_size:
@@ -91,14 +91,10 @@ def load_pilot_folder(
             f"can do {max_block_size} at most"
         )
     arrays = _read_arrays(folder, card)
-
-    def given() -> StepCosts:
-        return costs if isinstance(costs, StepCosts) else (costs or StepCosts.linear)()
-
     try:
         if card.kind == "prefill":
-            return _build_prefill(card, arrays, given, name)
-        return _build_step(card, arrays, given(), is_chain=is_chain, name=name)
+            return _build_prefill(card, arrays, costs, name)
+        return _build_step(card, arrays, costs(), is_chain=is_chain, name=name)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"{folder}: pilot.json and model.safetensors do not fit together: {error}") from error
 

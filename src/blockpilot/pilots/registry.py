@@ -45,9 +45,12 @@ def load_pilot(
         draft_size = _parse_size(spec, draft, MAX_BLOCK_SIZE) if draft else None
         return TreePilot(_parse_size(spec, nodes, MAX_TREE_NODES), draft_size)
     if kind == "prefill" and argument:
-        return _pilot_of_kind("prefill", spec, Path(argument).expanduser(), max_block_size, costs)
+        folder = Path(argument).expanduser()
+        if (found := read_card(folder).kind) != "prefill":
+            raise InputError(f"pilot {spec!r}: the folder holds a pilot of kind {found!r}, not 'prefill'")
+        return load_pilot_folder(folder, costs, max_block_size=max_block_size, name=spec)
     if spec and Path(spec).expanduser().is_dir():
-        return _pilot_of_kind(None, spec, Path(spec).expanduser(), max_block_size, costs)
+        return load_pilot_folder(Path(spec).expanduser(), costs, max_block_size=max_block_size, name=spec)
     raise InputError(f"unknown pilot {spec!r}; known: {KNOWN}")
 
 
@@ -67,15 +70,6 @@ def _adaptive_pilot(
     if folder is None:
         return StepPilot(Calibration.identity(), costs(), is_chain=is_chain, label=spec)
     return load_pilot_folder(folder, costs, is_chain=is_chain, max_block_size=max_block_size, name=spec)
-
-
-def _pilot_of_kind(
-    kind: str | None, spec: str, folder: Path, max_block_size: int | None, costs: Callable[[], StepCosts]
-) -> Pilot:
-    found = read_card(folder).kind
-    if kind is not None and found != kind:
-        raise InputError(f"pilot {spec!r}: the folder holds a pilot of kind {found!r}, not {kind!r}")
-    return load_pilot_folder(folder, costs, max_block_size=max_block_size, name=spec)
 
 
 def _parse_size(spec: str, argument: str, limit: int) -> int:

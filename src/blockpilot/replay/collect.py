@@ -14,15 +14,12 @@ from typing import Any
 
 from blockpilot import __version__
 from blockpilot.core.files import hash_file
-from blockpilot.core.manifests import read_manifest, require_same_run, write_manifest
+from blockpilot.core.manifests import open_run, write_manifest
 from blockpilot.core.progress import Progress, Report
 from blockpilot.engine.llm import LLM
 from blockpilot.replay.collector import Collector
-from blockpilot.replay.config import CollectConfig, ReplayRequest
+from blockpilot.replay.config import CollectConfig, PlacedPrompt, ReplayRequest
 from blockpilot.replay.trace_files import TraceSet, shard_path, write_shard
-from blockpilot.text.prompts import Prompt
-
-PlacedPrompt = tuple[str, int, Prompt]  # task, place in its file, prompt
 
 
 def encode_requests(llm: LLM, prompts: Sequence[PlacedPrompt], seed: int) -> list[ReplayRequest]:
@@ -89,11 +86,7 @@ class Shards:
     """The folder of a run: which of its shards are missing, and the manifest at the end."""
 
     def __init__(self, out: Path, identity: Mapping[str, Any], report: Report) -> None:
-        found = read_manifest(out)
-        if found is None:
-            write_manifest(out, {**identity, "is_complete": False})
-        else:
-            require_same_run(out, found, identity, free=("package_version",))
+        open_run(out, identity, free=("package_version",))
         self.out, self.identity = out, identity
         self.num_requests, self.shard_size = identity["num_requests"], identity["shard_size"]
         everything = range(-(-self.num_requests // self.shard_size))

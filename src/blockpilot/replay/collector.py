@@ -9,7 +9,6 @@ the target and of the drafter. A CPU takes them one by one: there more at once o
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,13 +32,7 @@ TEXTS_PER_PASS = {"cpu": 1, "cuda": 8}
 TOKENS_PER_PASS = 4096  # of a group, padding included: bounds the memory of long texts; one text may have more
 
 
-@dataclass(frozen=True)
-class Answer:
-    token_ids: list[int]
-    finish_reason: str
-
-
-Answered = tuple[ReplayRequest, Answer]
+Answered = tuple[ReplayRequest, FinishedText]
 _Drafted = tuple[Bytes, dict[int, DraftColumns]]  # emitted lengths and what was offered, of one answer
 
 
@@ -76,18 +69,20 @@ class Collector:
         for group in cut_groups(answered, TEXTS_PER_PASS[self.drafter.device.type]):
             yield from self._trace_group(group)
 
-    def answer(self, requests: Sequence[ReplayRequest]) -> list[Answer]:
+    def answer(self, requests: Sequence[ReplayRequest]) -> list[FinishedText]:
+        prompts = [request.prompt_ids for request in requests]
+        params = [self.config.params(request.seed) for request in requests]
         if self.bulk is None:
-            params = [self.config.params(request.seed) for request in requests]
-            prompts = [request.prompt_ids for request in requests]
             completions = self.llm.generate(prompts, params, pilot=PlainPilot())
-            return [Answer(completion.token_ids, completion.finish_reason) for completion in completions]
-        limits = [len(request.prompt_ids) + self._answer_limit(request) for request in requests]
-        rows = [Row(request.prompt_ids, 0.0, limit) for request, limit in zip(requests, limits, strict=True)]
-        for _ in self.bulk.run(iter(rows)):
-            pass
-        eos = self.bulk.eos_token_ids
-        return [Answer(row.answer_ids, "stop" if row.answer_ids[-1] in eos else "length") for row in rows]
+            found = [(completion.token_ids, completion.finish_reason) for completion in completions]
+        else:
+            limits = [len(request.prompt_ids) + self._answer_limit(request) for request in requests]
+            rows = [Row(prompt, 0.0, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+            for _ in self.bulk.run(iter(rows)):
+                pass
+            eos = self.bulk.eos_token_ids
+            found = [(row.answer_ids, "stop" if row.answer_ids[-1] in eos else "length") for row in rows]
+        return [FinishedText(prompts[place], ids, params[place], reason) for place, (ids, reason) in enumerate(found)]
 
     def _answer_limit(self, request: ReplayRequest) -> int:
         """Tokens the answer may have: the limit asked for, or what the context leaves."""
@@ -101,22 +96,19 @@ class Collector:
         return min(self.config.max_new_tokens, room)
 
     def _trace_group(self, group: Sequence[Answered]) -> Iterator[Trace]:
-        config = self.config
-        texts = [
-            FinishedText(request.prompt_ids, answer.token_ids, config.params(request.seed)) for request, answer in group
-        ]
+        texts = [text for _, text in group]
         readings = read_texts(self.llm.engine.runner.decoder, texts, tap_layers=self.drafter.tap_layers)
         drafted = self._draft(readings)
-        for (request, answer), reading, (emitted, drafts) in zip(group, readings, drafted, strict=True):
+        for (request, text), reading, (emitted, drafts) in zip(group, readings, drafted, strict=True):
             yield Trace(
                 prompt_id=request.prompt_id,
                 task=request.task,
                 num_prompt_tokens=len(request.prompt_ids),
-                answer_ids=np.array(answer.token_ids, dtype=np.int32),
-                temperature=config.temperature,
+                answer_ids=np.array(text.answer_ids, dtype=np.int32),
+                temperature=self.config.temperature,
                 seed=request.seed,
                 max_new_tokens=self._answer_limit(request),
-                finish_reason=answer.finish_reason,
+                finish_reason=text.finish_reason,
                 num_disagreements=reading.num_disagreements,
                 emitted=emitted,
                 prefill=reading.prefill,
@@ -149,7 +141,7 @@ def require_dflash(llm: LLM) -> DFlashDrafter:
 
 def cut_groups(answered: Sequence[Answered], max_texts: int) -> Iterator[Sequence[Answered]]:
     """Neighbours that share their passes, in order."""
-    lengths = [len(request.prompt_ids) + len(answer.token_ids) for request, answer in answered]
+    lengths = [len(text.ids) for _, text in answered]
     start = 0
     for end in range(1, len(lengths) + 1):
         count = end + 1 - start  # with one more

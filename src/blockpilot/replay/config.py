@@ -1,11 +1,15 @@
 """What a collection run shall record. Plain values, checked before anything heavy is imported."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from blockpilot.core.config import MAX_BLOCK_SIZE
+from blockpilot.core.config import MAX_BLOCK_SIZE, EngineConfig
 from blockpilot.core.errors import InputError, require_at_least
 from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.text.prompts import Prompt
 
+PlacedPrompt = tuple[str, int, Prompt]  # task, place in its file, prompt
 _DEFAULT_SIZES = (*range(2, 21), 24, 32)
 DEFAULT_DRAFT_SIZES = (4, 8, 16)
 _ANCHORS = ("every", "visited")
@@ -55,3 +59,15 @@ class ReplayRequest:
     task: str  # the prompt set it comes from
     prompt_ids: list[int]
     seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectJob:
+    """A whole run, with its models by name: whoever carries it out loads them."""
+
+    target: str
+    drafter: str
+    engine: EngineConfig
+    prompts: Sequence[PlacedPrompt]
+    config: CollectConfig
+    source: Mapping[str, Any]  # where prompts and weights come from

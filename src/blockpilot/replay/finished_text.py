@@ -27,6 +27,7 @@ class FinishedText:
     prompt_ids: list[int]
     answer_ids: list[int]
     params: SamplingParams  # it was written with
+    finish_reason: str = "length"
 
     @property
     def ids(self) -> list[int]:

@@ -52,13 +52,13 @@ def total(walks: Iterable[Sequence[SimulatedStep]]) -> Totals:
 
 
 def simulate(
-    trace: Trace, pilot: Pilot, costs: StepCosts | None = None, *, batch_size: int = 1, is_pipelined: bool = False
+    trace: Trace, pilot: Pilot, costs: StepCosts | None = None, *, is_pipelined: bool = False
 ) -> list[SimulatedStep]:
-    """The steps that `pilot` takes through a request's answer, as one of `batch_size` requests alike."""
-    walk = _Walk(trace, pilot, batch_size, costs.padding if costs else (), is_pipelined)
+    """The steps that `pilot` takes through a request's answer, as the only request."""
+    walk = _Walk(trace, pilot, costs.padding if costs else (), is_pipelined)
     while walk.anchor < trace.num_anchors:
         step = walk.step()
-        walk.steps.append(_price(trace, step, costs, batch_size=batch_size, is_watched=pilot.num_candidates > 0))
+        walk.steps.append(_price(trace, step, costs, is_watched=pilot.num_candidates > 0))
         walk.anchor += step.emitted
     return walk.steps
 
@@ -69,7 +69,6 @@ class _Walk:
 
     trace: Trace
     pilot: Pilot
-    batch_size: int
     buckets: tuple[int, ...]
     is_pipelined: bool
     steps: list[SimulatedStep] = field(default_factory=list)
@@ -114,7 +113,7 @@ class _Walk:
         return PilotInputs(
             num_steps=len(self.steps),
             context_length=trace.num_prompt_tokens + self.anchor,
-            batch_size=self.batch_size,
+            batch_size=1,
             num_remaining=trace.max_new_tokens - self.anchor - 1,
             max_block_size=trace.setting.max_block_size,
             trained_block_size=trace.setting.trained_block_size,
@@ -123,25 +122,19 @@ class _Walk:
         )
 
 
-def walk_chain(trace: Trace, size: int, costs: StepCosts | None = None, *, batch_size: int = 1) -> list[SimulatedStep]:
+def walk_chain(trace: Trace, size: int, costs: StepCosts | None = None) -> list[SimulatedStep]:
     """The steps of a chain drafted and checked at one size; 1 is plain decoding."""
     steps: list[SimulatedStep] = []
     anchor = 0
     while anchor < trace.num_anchors:
-        step = chain_step(trace, size, anchor, costs=costs, batch_size=batch_size, is_watched=size > 1)
+        step = chain_step(trace, size, anchor, costs=costs, is_watched=size > 1)
         steps.append(step)
         anchor += step.emitted
     return steps
 
 
 def chain_step(
-    trace: Trace,
-    size: int,
-    anchor: int,
-    *,
-    costs: StepCosts | None = None,
-    batch_size: int = 1,
-    is_watched: bool = True,
+    trace: Trace, size: int, anchor: int, *, costs: StepCosts | None = None, is_watched: bool = True
 ) -> SimulatedStep:
     """One step of a chain. Like the engine, it checks no more than may be emitted and does not draft the last token.
 
@@ -153,16 +146,14 @@ def chain_step(
     else:
         emitted = int(trace.emitted[anchor, trace.column(size)])
         step = SimulatedStep(anchor=anchor, block_size=size, verify_size=min(size, num_remaining), emitted=emitted)
-    return _price(trace, step, costs, batch_size=batch_size, is_watched=is_watched)
+    return _price(trace, step, costs, is_watched=is_watched)
 
 
-def _price(
-    trace: Trace, step: SimulatedStep, costs: StepCosts | None, *, batch_size: int, is_watched: bool
-) -> SimulatedStep:
+def _price(trace: Trace, step: SimulatedStep, costs: StepCosts | None, *, is_watched: bool) -> SimulatedStep:
     if costs is None:
         return step
-    draft = costs.draft_ms(step.block_size, batch_size) if step.block_size > 1 else 0.0
-    verify = costs.verify_ms(step.verify_size, batch_size, trace.num_prompt_tokens + step.anchor)
+    draft = costs.draft_ms(step.block_size) if step.block_size > 1 else 0.0
+    verify = costs.verify_ms(step.verify_size, context_length=trace.num_prompt_tokens + step.anchor)
     overhead = costs.overhead_ms if is_watched else 0.0  # nearly all of it is the drafter's look
     return replace(step, milliseconds=draft + verify + overhead)
 

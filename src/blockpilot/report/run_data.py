@@ -28,12 +28,10 @@ class Run:
 
     @property
     def manifest_text(self) -> str:
-        """The manifest for readers, without step costs, which are drawn, and without an earlier version's list of
-        differences."""
+        """The manifest for readers, without step costs, which are drawn."""
         sessions = self.manifest.get("sessions", [])
-        shown = {key: value for key, value in self.manifest.items() if key != "differences"}
-        shown["sessions"] = [{key: value for key, value in one.items() if key != "step_costs"} for one in sessions]
-        return json.dumps(shown, indent=1)
+        shown = [{key: value for key, value in one.items() if key != "step_costs"} for one in sessions]
+        return json.dumps({**self.manifest, "sessions": shown}, indent=1)
 
     @property
     def columns(self) -> list[str]:

@@ -6,6 +6,7 @@ Small models loop, and loops flatter every drafter. Runs of words keep training 
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
 _NGRAM = 16
 NUM_WORDS = 13  # in a row, case and punctuation aside; shorter texts must be equal
@@ -21,6 +22,12 @@ def find_loop(token_ids: Sequence[int], size: int = _NGRAM) -> int:
 def count_repeats(token_ids: Sequence[int], size: int = _NGRAM) -> int:
     """Tokens that end a `size`-gram already seen in the same answer."""
     return sum(_mark(token_ids, size))
+
+
+def loop_free_steps(token_ids: Sequence[int], emitted: Sequence[int]) -> list[int]:
+    """The emitted lengths of the steps whose anchor stands before the first repetition."""
+    anchors, loop = accumulate(emitted, initial=0), find_loop(token_ids)
+    return [count for count, anchor in zip(emitted, anchors, strict=False) if anchor < loop]
 
 
 def _mark(token_ids: Sequence[int], size: int) -> Iterator[bool]:

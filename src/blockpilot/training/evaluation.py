@@ -16,7 +16,7 @@ from torch import Tensor
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import CandidateSelector, DFlash
 from blockpilot.models.eagle3 import Eagle3
-from blockpilot.text.repetition import find_loop
+from blockpilot.text.repetition import loop_free_steps
 from blockpilot.training.blocks import Blocks, make_blocks
 from blockpilot.training.responses import ResponseSet, TextBatch
 from blockpilot.training.text_passes import TargetEnds, draft_hidden, head_rows, own_embedding, read_taps, unroll
@@ -71,8 +71,8 @@ def evaluate_drafter(
     everything = torch.cat(scores)
     per_depth = everything.sum(0) / max(1, len(everything))  # zeros where no text holds a whole draft
     answers = [responses.answer_ids(index, width) for index in range(len(responses))]
-    walks = [_walk(lengths, answer) for lengths, answer in zip(emitted, answers, strict=True)]
-    return _summarise([walk for walk in walks if walk[0]], per_depth)
+    pairs = [(_walk(lengths, answer), answer) for lengths, answer in zip(emitted, answers, strict=True)]
+    return _summarise([(steps, loop_free_steps(answer, steps)) for steps, answer in pairs if steps], per_depth)
 
 
 def _draft_chains(model: Eagle3, decoder: Decoder, taps: Tensor, texts: TextBatch, *, num_steps: int) -> _Drafts:
@@ -133,19 +133,17 @@ def _walk_selector(
         yield parent
 
 
-def _walk(emitted: Tensor, answer: list[int]) -> tuple[list[int], list[int]]:
-    """Emitted lengths of the steps decoding would take, all and those that start before the first repetition."""
-    loop, place, steps, loop_free = find_loop(answer), 0, [], []
+def _walk(emitted: Tensor, answer: list[int]) -> list[int]:
+    """Emitted lengths of the steps decoding would take."""
+    place, steps = 0, []
     while place + 1 < len(answer):
-        count = min(int(emitted[place]), len(answer) - 1 - place)
-        steps.append(count)
-        if place < loop:
-            loop_free.append(count)
-        place += count
-    return steps, loop_free
+        steps.append(min(int(emitted[place]), len(answer) - 1 - place))
+        place += steps[-1]
+    return steps
 
 
 def _summarise(walks: list[tuple[list[int], list[int]]], per_depth: Tensor) -> TauReport:
+    """`walks`: of every answer all steps, and those that start before the first repetition."""
     everything = [count for steps, _ in walks for count in steps]
     return TauReport(
         tau_mean=sum(sum(steps) / len(steps) for steps, _ in walks) / max(1, len(walks)),

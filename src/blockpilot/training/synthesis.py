@@ -17,7 +17,7 @@ from pathlib import Path
 from blockpilot.core.device import is_out_of_memory
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
-from blockpilot.core.manifests import read_manifest, require_same_run, write_manifest
+from blockpilot.core.manifests import open_run, write_manifest
 from blockpilot.core.progress import Report
 from blockpilot.models.loading import LoadedTarget
 from blockpilot.text.prompts import read_prompts
@@ -66,7 +66,7 @@ class _Synthesis:
         self.identity = {"config": json.loads(json.dumps(asdict(config)))}
 
     def run(self) -> None:
-        self._check_manifest()
+        open_run(self.out, self.identity, free=("num_rows",))  # memory may not allow as many rows as before
         prompts, size = self._load_or_write_prompts(self.out / PROMPTS_FILE), self.config.shard_size
         temperatures = random.Random(self.config.seed).choices(self.config.temperatures, k=len(prompts))
         num_shards = -(-len(prompts) // size)
@@ -79,14 +79,6 @@ class _Synthesis:
         texts = read_responses(self.out)
         counts = {"num_texts": len(texts), "num_answer_tokens": texts.num_answer_tokens, "num_shards": num_shards}
         write_manifest(self.out, {**self.identity, "is_complete": True, **counts})
-
-    def _check_manifest(self) -> None:
-        """Continue only a run of the same configuration; `num_rows` may change, because memory may not allow it."""
-        manifest = read_manifest(self.out)
-        if manifest is None:
-            write_manifest(self.out, {**self.identity, "is_complete": False})
-        else:
-            require_same_run(self.out, manifest.get("config") or {}, self.identity["config"], free=("num_rows",))
 
     def _load_or_write_prompts(self, path: Path) -> list[list[int]]:
         if path.is_file():

@@ -7,11 +7,11 @@ from blockpilot.bench.statistics import (
     count_lengths,
     count_positions,
     end_to_end_speedup,
-    loop_free_steps,
     speedup,
     speedup_interval,
     split_steps,
 )
+from blockpilot.text.repetition import loop_free_steps
 from tests.unit.bench.pieces import make_answer
 
 
@@ -32,13 +32,13 @@ def test_a_batch_takes_as_long_as_its_longest_request() -> None:
 def test_an_answer_that_ends_with_its_first_token_has_no_speed() -> None:
     silent = [make_answer([], seconds=0.0)]
     assert add_up(silent).tokens_per_second is None and speedup(add_up(silent), add_up(silent)) is None
-    assert count_lengths(silent).tau_mean is None and split_steps(silent) is None
+    assert count_lengths(silent)["tau_mean"] is None and split_steps(silent) is None
 
 
 def test_the_three_ways_to_count_tau() -> None:
     lengths = count_lengths([make_answer([4, 2]), make_answer([1, 1, 1, 1])])
-    assert (lengths.tau_mean, lengths.tau_pooled, lengths.loop_share) == ((3 + 1) / 2, 10 / 6, 0.0)
-    assert lengths.tau_loop_free == lengths.tau_mean
+    assert (lengths["tau_mean"], lengths["tau_pooled"], lengths["loop_share"]) == ((3 + 1) / 2, 10 / 6, 0.0)
+    assert lengths["tau_loop_free"] == lengths["tau_mean"]
 
 
 def test_loop_free_steps_start_before_the_first_repetition() -> None:
@@ -47,7 +47,7 @@ def test_loop_free_steps_start_before_the_first_repetition() -> None:
     assert loop_free_steps(token_ids, emitted) == emitted
     assert loop_free_steps(token_ids, [10, 10, 10, 5, 4]) == [10, 10, 10, 5]  # the anchor of the last step is 35
     lengths = count_lengths([make_answer([10, 10, 10, 5, 4], token_ids=token_ids)])
-    assert lengths.tau_loop_free == 35 / 4 and lengths.loop_share == 5 / 40
+    assert lengths["tau_loop_free"] == 35 / 4 and lengths["loop_share"] == 5 / 40
 
 
 def test_positions_leave_out_the_last_step_and_what_was_not_drafted() -> None:

@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 def test_round_trip(tmp_path: Path, is_chain: bool) -> None:
     pilot = make_pilot(is_chain=is_chain)
     save_pilot(tmp_path, [pilot], target="tiny", drafter="dflash", training={})
-    again = load_pilot_folder(tmp_path, StepCosts.linear(), is_chain=is_chain)
+    again = load_pilot_folder(tmp_path, StepCosts.linear, is_chain=is_chain)
     assert isinstance(again, StepPilot) and again.draft_sizes == (4, 8)
     inputs, draft, first = make_inputs(), random_draft(3), pilot.start(None)
     found = select_one(pilot, inputs, draft, first)

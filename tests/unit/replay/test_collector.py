@@ -1,6 +1,7 @@
 """Answers that share their passes give the traces that they give alone."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from blockpilot.pilots.fixed import FixedPilot
 from blockpilot.replay import anchor_drafts
 from blockpilot.replay import collector as collector_module
 from blockpilot.replay.anchor_blocks import AnchorBlocks
-from blockpilot.replay.collector import Answer, Answered, Collector, cut_groups
+from blockpilot.replay.collector import Answered, Collector, cut_groups
 from blockpilot.replay.config import ReplayRequest
 from blockpilot.replay.finished_text import FinishedText
 from blockpilot.replay.simulate import simulate
@@ -31,9 +32,9 @@ class CutCollector(Collector):
         super().__init__(llm, make_requests(llm), make_config(shard_size=5, **settings))
         self.written = super().answer(self.requests)
 
-    def answer(self, requests: Sequence[ReplayRequest]) -> list[Answer]:
+    def answer(self, requests: Sequence[ReplayRequest]) -> list[FinishedText]:
         pairs = zip(self.written, (28, 1, 9, 17, 2), strict=True)
-        return [Answer(answer.token_ids[:limit], answer.finish_reason) for answer, limit in pairs]
+        return [replace(text, answer_ids=text.answer_ids[:limit]) for text, limit in pairs]
 
 
 def be_exact(llm: LLM) -> None:
@@ -110,7 +111,7 @@ def test_lengths_of_a_group_are_those_of_online_decoding(
 def test_disagreements_are_counted_per_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     share_passes(monkeypatch)
     collector = CutCollector(make_pair())
-    ids = collector.written[3].token_ids
+    ids = collector.written[3].answer_ids
     ids[16] = (ids[16] + 1) % VOCAB_SIZE
     assert [trace.num_disagreements for trace in trace_all(collector)] == [0, 0, 0, 1, 0]
 
@@ -161,7 +162,8 @@ def test_a_group_passes_through_the_models_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_long_texts_share_a_pass_with_fewer_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def answered(length: int) -> Answered:
-        return ReplayRequest("", "", [1] * (length - 1), 0), Answer([EOS_ID], "stop")
+        request = ReplayRequest("", "", [1] * (length - 1), 0)
+        return request, FinishedText(request.prompt_ids, [EOS_ID], make_config().params(0))
 
     def cut(lengths: list[int], max_texts: int) -> list[list[int]]:
         groups = cut_groups([answered(length) for length in lengths], max_texts)
@@ -202,5 +204,5 @@ def test_bulk_answers_are_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.answer(requests)
     assert bulk.answer(requests[:3]) + bulk.answer(requests[3:]) == expected
     assert {answer.finish_reason for answer in expected} == {"stop", "length"}
-    assert all((answer.token_ids[-1] == EOS_ID) == (answer.finish_reason == "stop") for answer in expected)
+    assert all((answer.answer_ids[-1] == EOS_ID) == (answer.finish_reason == "stop") for answer in expected)
     assert Collector(llm, requests, make_config(temperature=1.0)).bulk is None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from blockpilot.core.errors import BlockPilotError, InputError
-from blockpilot.core.manifests import MANIFEST
+from blockpilot.core.manifests import MANIFEST, read_manifest
 from blockpilot.text.repetition import find_loop
 from blockpilot.training import synthesis
 from blockpilot.training.synthesis import PROMPTS_FILE, SynthesisConfig, chat_prefix, synthesize
@@ -57,7 +57,7 @@ def test_texts_are_chats_with_answers_free_of_loops(finished: Path) -> None:
         assert prompt[-3:] == end
         assert find_loop(answer) == len(answer) >= CONFIG.min_answer_length
         assert len(prompt) + len(answer) <= CONFIG.max_length
-    manifest = synthesis.read_manifest(finished)
+    manifest = read_manifest(finished)
     assert manifest["is_complete"] and manifest["num_texts"] == len(texts)
     assert manifest["num_answer_tokens"] == sum(len(answer) for _, answer in texts)
 
@@ -99,7 +99,7 @@ def test_only_a_missing_shard_is_written_again(tmp_path: Path, finished: Path) -
 
 
 def test_another_configuration_is_refused(finished: Path) -> None:
-    with pytest.raises(InputError, match="belongs to another run: max_length is 64 there and 48 here; choose another"):
+    with pytest.raises(InputError, match=r"belongs to another run: config\.max_length is 64 there and 48 here; choose"):
         synthesize(replace(CONFIG, max_length=48), chat_target(), finished, ignore)
 
 

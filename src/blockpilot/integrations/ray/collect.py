@@ -1,32 +1,17 @@
 """`blockpilot collect --ray`: every worker traces whole shards, the process that leads writes them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from blockpilot.core.config import EngineConfig
 from blockpilot.core.files import atomic_path
 from blockpilot.core.progress import Report
 from blockpilot.engine.llm import LLM
 from blockpilot.integrations.ray.cluster import ClusterOptions, Pool, Worker, open_cluster
-from blockpilot.replay.collect import PlacedPrompt, Shards, describe_run, encode_requests
+from blockpilot.replay.collect import Shards, describe_run, encode_requests
 from blockpilot.replay.collector import Collector
-from blockpilot.replay.config import CollectConfig
+from blockpilot.replay.config import CollectJob
 from blockpilot.replay.trace_files import TraceSet, pack_shard, shard_path
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectJob:
-    """All that a worker needs to know. Models are named; each worker loads its own."""
-
-    target: str
-    drafter: str
-    engine: EngineConfig
-    prompts: Sequence[PlacedPrompt]
-    config: CollectConfig
-    source: Mapping[str, Any]
 
 
 class CollectWorker(Worker):

@@ -45,6 +45,7 @@ from blockpilot.bench.site import BenchSetup, LocalSite
 from blockpilot.bench.statistics import add_up, speedup, speedup_interval
 from blockpilot.bench.tasks import read_task
 from blockpilot.cli.console import print_columns, show_counted
+from blockpilot.core.config import EngineConfig
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
 from blockpilot.models.loading import load_target
@@ -109,8 +110,7 @@ def make_setup(arguments: argparse.Namespace) -> BenchSetup:
         tasks=tasks,
         target=load_target(arguments.target, getattr(torch, dtype)),
         drafters=choose_drafters(methods, arguments.target, {"dflash": arguments.drafter}),
-        device=arguments.device,
-        dtype=dtype,
+        engine=EngineConfig(device=arguments.device, dtype=dtype),
     )
 
 
@@ -125,14 +125,14 @@ def build_peers(
         PeerSettings(
             weights=setup.target.path,
             drafter=drafter,
-            device=setup.device,
-            dtype=setup.dtype,
+            device=setup.engine.device,
+            dtype=setup.engine.dtype,
             context_length=site.fit.context_length,
             num_threads=torch.get_num_threads(),
             eos_token_ids=tuple(site.plain.engine.eos_token_ids),
         )
     )
-    usual = CPU_PEERS if setup.device == "cpu" else GPU_PEERS
+    usual = CPU_PEERS if setup.engine.device == "cpu" else GPU_PEERS
     found, skipped = [], {}
     for name in usual if arguments.peers is None else arguments.peers.split(","):
         try:

@@ -66,10 +66,14 @@ class DyingCollectWorker(collect.CollectWorker):
         return super().trace(index)
 
 
-class DyingBenchWorker(bench.BenchWorker):
-    def answer_round(self, *arguments: Any) -> Any:
-        die_once(Path(str(self.setup.target)).parent / "a-bencher-died")
-        return super().answer_round(*arguments)
+class DyingSite(bench.WorkerSite):
+    def __init__(self, setup: Any) -> None:
+        super().__init__(setup)
+        self.folder = Path(str(setup.target)).parent
+
+    def answer_whole_round(self, *arguments: Any) -> Any:
+        die_once(self.folder / "a-bencher-died")
+        return super().answer_whole_round(*arguments)
 
 
 def test_a_collection_survives_a_killed_worker_and_gives_the_bytes_of_a_local_one(
@@ -96,7 +100,7 @@ def test_a_benchmark_survives_a_killed_worker_and_gives_the_rows_of_a_local_one(
     small = ["--methods", "dflash:3,ngram", "--max-new-tokens", "8", "--num-prompts", "5", "--json"]
     assert main(words("bench", folder, tmp_path / "local", *small)) == 0
     local = json.loads(capsys.readouterr().out)
-    monkeypatch.setattr(bench, "BenchWorker", DyingBenchWorker)
+    monkeypatch.setattr(bench, "WorkerSite", DyingSite)
     out = tmp_path / "spread"
     assert main(words("bench", folder, out, *small, "--ray", "--ray-workers", "2")) == 0
     spoken = capsys.readouterr()

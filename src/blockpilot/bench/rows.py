@@ -5,7 +5,6 @@ those of the first repeat, times are pooled over all of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from blockpilot.bench.answers import Answer, select
@@ -36,28 +35,15 @@ _MEAN_FIELDS = {"task", "method", "model", "temperature", *_SUMMED, *_AVERAGED, 
 _MEAN_FIELDS |= {"largest_gap", "over_best_fixed", "over_best_chain"}
 
 
-@dataclass(frozen=True)
-class RowFacts:
-    """What is the same in all rows of a run."""
-
-    model: str
-    temperature: float
-    manifest: str  # the id that the manifest carries
-    tasks: tuple[str, ...]
-    methods: tuple[str, ...]
-
-
 class _Speeds:
     """Tokens and seconds of every method on every task, and how methods compare. Tasks weigh the same."""
 
-    def __init__(self, answers: Sequence[Answer], facts: RowFacts) -> None:
+    def __init__(self, answers: Sequence[Answer], tasks: Sequence[str], methods: Sequence[str]) -> None:
         self.measured: dict[tuple[str, str | None], Measured] = {
-            (task, method): add_up(select(answers, task=task, method=method))
-            for task in facts.tasks
-            for method in facts.methods
+            (task, method): add_up(select(answers, task=task, method=method)) for task in tasks for method in methods
         }
-        self.chains = [method for method in facts.methods if method.startswith("dflash:")]
-        self.chain = self.fastest_chain(facts.tasks)  # the best of the run
+        self.chains = [method for method in methods if method.startswith("dflash:")]
+        self.chain = self.fastest_chain(tasks)  # the best of the run
 
     def pairs(self, tasks: Sequence[str], method: str, other: str | None = "ar") -> list[tuple[Measured, Measured]]:
         return [(self.measured[task, method], self.measured[task, other]) for task in tasks]
@@ -83,26 +69,35 @@ class _Speeds:
 
 
 def build_rows(
-    answers: Sequence[Answer], differences: Sequence[Difference], scores: Scores, facts: RowFacts
+    answers: Sequence[Answer],
+    differences: Sequence[Difference],
+    scores: Scores,
+    *,
+    tasks: Sequence[str],
+    manifest: Mapping[str, Any],
 ) -> list[Row]:
-    speeds, rows = _Speeds(answers, facts), []
-    for task in facts.tasks:
+    """Rows of these tasks and of the methods that the run's manifest names."""
+    settings = manifest["arguments"]
+    methods = settings["methods"]
+    speeds, rows = _Speeds(answers, tasks, methods), []
+    for task in tasks:
         best = speeds.fastest_chain([task])
         best_fixed = best and {"method": best, "speedup": speeds.ratio([task], best) or 0.0}
-        for method in facts.methods:
+        for method in methods:
             found = select(answers, task=task, method=method)
             odd = [one for one in differences if (one.task, one.method) == (task, method)]
-            row = {"task": task, "method": method, "model": facts.model, "temperature": facts.temperature}
+            row = {"task": task, "method": method, "model": manifest["target"]}
+            row["temperature"] = settings["temperature"]
             row |= _count(found) | _compare_with_plain(speeds, task, method)
             num_near_ties = sum(one.is_near_tie for one in odd)
             row |= {"mismatches": len(odd) - num_near_ties, "near_ties": num_near_ties}
-            row |= {"manifest": facts.manifest, "largest_gap": _largest(one.best_gap for one in odd)}
+            row |= {"manifest": manifest["id"], "largest_gap": _largest(one.best_gap for one in odd)}
             row |= speeds.over_references([task], method) | _describe(found)
             results = scores.get((task, method), ())  # none where the task cannot be scored
             row |= {"score": mean(results), "num_scored": len(results)}
             rows.append(row | {"best_fixed_of_task": best_fixed, "per_prompt": _per_prompt(found)})
-    if len(facts.tasks) > 1:
-        rows += [_mean_row([row for row in rows if row["method"] == method], speeds) for method in facts.methods]
+    if len(tasks) > 1:
+        rows += [_mean_row([row for row in rows if row["method"] == method], speeds) for method in methods]
     return rows
 
 

@@ -19,7 +19,7 @@ from blockpilot.bench.config import BEST_FIXED, BEST_FIXED_SIZES
 from blockpilot.bench.measuring import Measurer
 from blockpilot.bench.methods import ADAPTIVE, Method, fixed_method
 from blockpilot.bench.plan import plan_rounds
-from blockpilot.bench.rows import Row, RowFacts, build_rows
+from blockpilot.bench.rows import Row, build_rows
 from blockpilot.bench.scoring import score
 from blockpilot.bench.site import BenchSetup, LocalSite, Site
 from blockpilot.bench.statistics import add_up
@@ -96,14 +96,8 @@ class BenchRun:
         }
         differences = self.site.find_differences(answers, places)
         scores = score(answers, places, is_code_scored=self.setup.is_code_scored)
-        facts = RowFacts(
-            model=self.manifest["target"],
-            temperature=self.config.temperature,
-            manifest=self.manifest["id"],
-            tasks=tuple(task.name for task in tasks),
-            methods=self.config.methods,
-        )
-        rows = build_rows(answers, differences, scores, facts)
+        names = [task.name for task in tasks]
+        rows = build_rows(answers, differences, scores, tasks=names, manifest=self.manifest)
         self.manifest |= {
             "is_complete": True,
             "left_out_tasks": left_out,

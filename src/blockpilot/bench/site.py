@@ -5,7 +5,7 @@ A site has one target in memory and one `LLM` per drafter around it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,9 +77,7 @@ class BenchSetup:
     tasks: tuple[TaskPrompts, ...]
     target: LoadedTarget | str
     drafters: Mapping[str, _DrafterSpec]  # by kind: dflash, eagle3, ngram
-    device: str = "cpu"
-    dtype: str = "float32"
-    linear_backend: str = "auto"
+    engine: EngineConfig  # device, dtype and backend; the prompts decide about its bounds
     costs: Path | None = None  # step costs for the pilots of the DFlash drafter
     is_code_scored: bool = False
 
@@ -101,16 +99,14 @@ class LocalSite(Asker):
     def __init__(self, setup: BenchSetup) -> None:
         target = setup.target
         if isinstance(target, str):
-            target = load_target(target, getattr(torch, setup.dtype))
+            target = load_target(target, getattr(torch, setup.engine.dtype))
         self.tokenizer = target.tokenizer
         self.fit = fit_prompts(setup.tasks, self.tokenizer, setup.config, target.decoder.config.context_length)
-        engine_config = EngineConfig(
-            device=setup.device,
-            dtype=setup.dtype,
+        engine_config = replace(
+            setup.engine,
             num_slots=setup.config.concurrency,
             token_budget=self.fit.token_budget(setup.config.concurrency),
             context_length=self.fit.context_length,
-            linear_backend=setup.linear_backend,
         )
         super().__init__(build_llms(target, setup.drafters, engine_config, setup.costs), setup.config)
         self.description = describe_run(setup.config, setup.methods, self.fit.tasks, self.plain, setup.drafters)

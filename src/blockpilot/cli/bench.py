@@ -96,8 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         tasks=tasks,
         target=arguments.target,
         drafters=drafters,
-        device=arguments.device,
-        dtype=engine_config.dtype,
+        engine=engine_config,
         costs=arguments.profile,
         is_code_scored=arguments.score_code,
     )
@@ -119,7 +118,7 @@ def _bench_here(arguments: argparse.Namespace, setup: "BenchSetup", out: Path) -
         from blockpilot.bench.run import run_bench
         from blockpilot.models.loading import load_target
 
-        target = load_target(arguments.target, getattr(torch, setup.dtype), progress)
+        target = load_target(arguments.target, getattr(torch, setup.engine.dtype), progress)
     with show_counted("answers") as report:
         return run_bench(dataclasses.replace(setup, target=target), out, report)
 

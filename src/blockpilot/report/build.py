@@ -13,17 +13,6 @@ from blockpilot.report.notes import write_notes
 from blockpilot.report.run_data import Run, read_run, task_title
 from blockpilot.report.tables import Table
 
-_TITLE = "BlockPilot benchmark"
-_LEAD = (
-    "Speedup is decode tokens per second over plain decoding by the same engine in the same run; every draft counts, "
-    "reading the prompt does not. τ is the number of tokens a step emits. Methods took turns on every prompt, in a "
-    "shuffled order."
-)
-_PUBLISHED_NOTE = (
-    "From the BlockPilot paper (arXiv 2606.31315), means over its tasks on an H100. Models, drafters and machine "
-    "differ, so these figures stand beside ours and not against them."
-)
-_READING = "Best of each column in bold. τ is the mean of the answers' means."
 _MAX_METHODS = 4  # of the answer that is shown block by block
 _MAX_PROMPT = 600  # characters
 
@@ -108,13 +97,9 @@ def _render(template: str, overview: Table | None, sections: Sequence[Mapping[st
         keep_trailing_newline=True,
     )
     return environment.get_template(template).render(
-        title=_TITLE,
-        lead=_LEAD,
-        reading=_READING,
         overview=overview,
         sections=sections,
         published=tables.published_table(),
-        published_note=_PUBLISHED_NOTE,
     )
 
 

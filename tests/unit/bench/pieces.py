@@ -9,6 +9,7 @@ from blockpilot.bench.methods import parse_methods
 from blockpilot.bench.run import BenchResult, run_bench
 from blockpilot.bench.site import BenchSetup
 from blockpilot.bench.tasks import TaskPrompts
+from blockpilot.core.config import EngineConfig
 from blockpilot.text.prompts import Prompt
 from tests.tiny import make_dflash
 from tests.unit.training.pieces import chat_target
@@ -64,7 +65,7 @@ def make_setup(
         tasks=tasks,
         target=chat_target(),
         drafters={kind: drafters[kind] for kind in {method.drafter for method in parsed} & drafters.keys()},
-        linear_backend="plain",
+        engine=EngineConfig(linear_backend="plain"),
     )
 
 

@@ -1,9 +1,11 @@
 """Rows: what they hold and in which order."""
 
+from typing import Any
+
 import pytest
 
 from blockpilot.bench.audit import Difference
-from blockpilot.bench.rows import RowFacts, build_rows
+from blockpilot.bench.rows import build_rows
 from tests.unit.bench.pieces import make_answer
 
 CONTRACT = [
@@ -29,6 +31,11 @@ CONTRACT = [
 METHODS = ("ar", "dflash:4", "best-fixed")
 
 
+def facts(tasks: tuple[str, ...], methods: tuple[str, ...] = METHODS) -> dict[str, Any]:
+    arguments = {"temperature": 0.0, "methods": list(methods)}
+    return {"tasks": tasks, "manifest": {"target": "model", "id": "abc", "arguments": arguments}}
+
+
 def answers(task: str, factor: float) -> list:
     found = []
     for place in range(2):
@@ -43,13 +50,12 @@ def answers(task: str, factor: float) -> list:
 
 
 def test_rows_of_tasks_and_their_mean() -> None:
-    facts = RowFacts("model", 0.0, "abc", ("one", "two"), METHODS)
     odd = [
         Difference("one", "dflash:4", "q0", 0, 0, 3, gap, is_near_tie=gap < 1, exact_gap=exact)
         for gap, exact in ((2e-5, None), (4.0, 3.5))  # a near-tie and a mismatch
     ]
     scores = {("one", "ar"): [True, False]}
-    rows = build_rows(answers("one", 2.0) + answers("two", 4.0), odd, scores, facts)
+    rows = build_rows(answers("one", 2.0) + answers("two", 4.0), odd, scores, **facts(("one", "two")))
     assert [(row["task"], row["method"]) for row in rows] == [
         (task, method) for task in ("one", "two", "mean") for method in METHODS
     ]
@@ -83,7 +89,7 @@ def test_every_method_is_compared_with_one_chain_the_best_of_the_run() -> None:
         for method, time in zip(methods, times, strict=True)
         for place in range(2)
     ]
-    rows = build_rows(found, [], {}, RowFacts("model", 0.0, "abc", ("one", "two"), methods))
+    rows = build_rows(found, [], {}, **facts(("one", "two"), methods))
     over = {(row["task"], row["method"]): row["over_best_chain"] for row in rows}
     assert over["one", "auto"] == {"method": "dflash:4", "ratio": 2.0, "ci": [2.0, 2.0]}  # though dflash:8 is best here
     assert over["two", "auto"]["ratio"] == pytest.approx(2 / 3) and over["two", "auto"]["method"] == "dflash:4"
@@ -91,7 +97,7 @@ def test_every_method_is_compared_with_one_chain_the_best_of_the_run() -> None:
     assert over["mean", "auto"]["ci"] == pytest.approx([(2 + 2 / 3) / 2] * 2)
     assert over["mean", "dflash:8"]["ratio"] == pytest.approx((1.5 + 0.5) / 2)
     assert over["one", "dflash:4"] is None and over["mean", "dflash:4"] is None
-    alone = build_rows(found, [], {}, RowFacts("model", 0.0, "abc", ("one", "two"), ("ar", "auto")))
+    alone = build_rows(found, [], {}, **facts(("one", "two"), ("ar", "auto")))
     assert {row["over_best_chain"] for row in alone} == {None}
 
 
@@ -102,11 +108,11 @@ def test_a_prompt_has_the_tau_of_its_first_repeat_and_the_speed_of_all() -> None
         make_answer([2, 2, 2], seconds=1.0, repeat=1),  # a near-tie led to another text
         make_answer([1] * 6, seconds=3.0, repeat=1, turn=1),
     ]
-    (row,) = build_rows(found, [], {}, RowFacts("model", 0.0, "abc", ("quiz",), ("ar",)))
+    (row,) = build_rows(found, [], {}, **facts(("quiz",), ("ar",)))
     assert row["per_prompt"] == [{"id": "q0", "tau": (3 + 1) / 2, "tokens_per_second": (6 + 4 + 6 + 6) / 8}]
     assert row["per_prompt"][0]["tau"] == row["tau_mean"]
 
 
 def test_one_task_needs_no_mean() -> None:
-    rows = build_rows(answers("one", 2.0), [], {}, RowFacts("model", 0.0, "abc", ("one",), METHODS))
+    rows = build_rows(answers("one", 2.0), [], {}, **facts(("one",), METHODS))
     assert {row["task"] for row in rows} == {"one"}

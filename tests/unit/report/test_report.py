@@ -19,7 +19,7 @@ from blockpilot.core.errors import InputError
 from blockpilot.report.build import build_report
 from blockpilot.report.figures.lengths import acceptance, count_best
 from blockpilot.report.figures.speed import draw_speed_by_size
-from blockpilot.report.figures.style import SETTINGS
+from blockpilot.report.figures.style import SHEET
 from blockpilot.report.notes import write_notes
 from blockpilot.report.run_data import read_run
 from blockpilot.report.tables import details_table
@@ -113,7 +113,7 @@ def test_seconds_to_the_first_token_are_shown_as_milliseconds(tmp_path: Path) ->
 
 
 def legend_of(rows: list[dict[str, Any]], folder: Path) -> tuple[Figure, list[Text]]:
-    with rc_context(SETTINGS):
+    with rc_context(fname=SHEET):
         figure = Figure(layout="constrained")
         draw_speed_by_size(read_run(write_run(folder, rows)), figure)
         FigureCanvasAgg(figure).draw()

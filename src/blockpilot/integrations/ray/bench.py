@@ -4,7 +4,6 @@ A round is measured by one worker from its first method to its last, so that a c
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +16,24 @@ from blockpilot.bench.run import BenchResult, BenchRun
 from blockpilot.bench.site import BenchSetup, LocalSite
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.progress import Progress, Report
-from blockpilot.integrations.ray.cluster import ClusterOptions, Pool, Worker, open_cluster
+from blockpilot.integrations.ray.cluster import ClusterOptions, Pool, open_cluster
 
 
-class BenchWorker(Worker):
-    def __init__(self, version: str, num_threads: int, setup: BenchSetup) -> None:
-        super().__init__(version, num_threads)
-        self.setup, self.is_warm = setup, set[Method]()
+class WorkerSite(LocalSite):
+    """The models of one worker."""
 
-    @cached_property
-    def site(self) -> LocalSite:
-        self.prepare()
-        return LocalSite(self.setup)
+    def __init__(self, setup: BenchSetup) -> None:
+        super().__init__(setup)
+        self.is_warm = set[Method]()
 
     def describe(self) -> tuple[Fit, dict[str, Any]]:
-        return self.site.fit, self.site.description
+        return self.fit, self.description
 
-    def answer_round(self, work: Round, methods: Sequence[Method]) -> list[Found]:
+    def answer_whole_round(self, work: Round, methods: Sequence[Method]) -> list[Found]:
         cold = [method for method in methods if method not in self.is_warm]
-        self.site.warm_up(cold, [work], Progress(lambda *ignored: None, 0))
+        self.warm_up(cold, [work], Progress(lambda *ignored: None, 0))
         self.is_warm.update(cold)
-        return list(self.site.answer_round(work, methods))
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        """A method of the site."""
-        return getattr(self.site, name)(*arguments)
+        return list(self.answer_round(work, methods))
 
 
 class _RaySite:
@@ -54,20 +46,20 @@ class _RaySite:
     def answer_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], progress: Progress) -> Iterator[Found]:
         """All rounds are enqueued at once: those of a task that runs out of memory still run, and are dropped."""
         progress.start()
-        for _, found in self.pool.run("answer_round", [(work, methods) for work in rounds]):
+        for _, found in self.pool.run("answer_whole_round", [(work, methods) for work in rounds]):
             yield from found
 
     def find_differences(self, answers: Sequence[Answer], places: Mapping[tuple[str, str], Place]) -> list[Difference]:
-        return self.pool.ask("call", "find_differences", answers, places)
+        return self.pool.ask("find_differences", answers, places)
 
     def pick_samples(self, answers: Sequence[Answer], tasks: Sequence[TaskPrompts]) -> list[dict[str, Any]]:
-        return self.pool.ask("call", "pick_samples", answers, tasks)
+        return self.pool.ask("pick_samples", answers, tasks)
 
     def step_costs(self) -> dict[str, Any]:
-        return self.pool.ask("call", "step_costs")
+        return self.pool.ask("step_costs")
 
 
 def bench_on_ray(setup: BenchSetup, options: ClusterOptions, *, out: Path, report: Report) -> BenchResult:
     """`run_bench` on a cluster; `setup` names its target and drafters."""
-    with open_cluster(options) as placements, Pool(BenchWorker, placements, setup) as pool:
+    with open_cluster(options) as placements, Pool(WorkerSite, placements, setup) as pool:
         return BenchRun(setup, _RaySite(pool), out, report).run()

@@ -12,8 +12,9 @@ import os
 import socket
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -105,32 +106,39 @@ def place_workers(
 
 
 class Worker:
-    """What runs on one device. It loads models at the first call: errors of calls can be told, those in here cannot."""
+    """What runs on one device: `make(*arguments)`, and its methods by name.
 
-    def __init__(self, version: str, num_threads: int) -> None:
-        self.version, self.num_threads = version, num_threads
+    It is made at the first call: errors of calls can be told, those in here cannot.
+    """
 
-    def prepare(self) -> None:
+    def __init__(self, version: str, num_threads: int, make: Callable[..., Any], *arguments: Any) -> None:
+        self.version, self.num_threads, self.make, self.arguments = version, num_threads, make, arguments
+
+    @cached_property
+    def made(self) -> Any:
         import torch
 
         if self.version != __version__:
             raise InputError(f"a worker has BlockPilot {__version__} and this machine {self.version}: install the same")
-        torch.set_num_threads(self.num_threads)
+        torch.set_num_threads(max(1, self.num_threads))  # one may have no core of its own
+        return self.make(*self.arguments)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.made, method)(*arguments)
 
 
 class Pool:
-    """Actors of one worker class. Use it in a `with` block: they end with it."""
+    """Workers that each make the same object. Use it in a `with` block: they end with it."""
 
-    def __init__(self, worker_class: type[Worker], placements: Sequence[Placement], *arguments: Any) -> None:
-        """`arguments` follow the version and the number of threads."""
+    def __init__(self, make: Callable[..., Any], placements: Sequence[Placement], *arguments: Any) -> None:
         shared = [ray.put(argument) for argument in arguments]
-        actor: Any = ray.remote(worker_class)
+        actor: Any = ray.remote(Worker)
         self.workers = [
             actor.options(
                 num_cpus=1 if place.num_gpus else place.num_threads,
                 num_gpus=place.num_gpus,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(place.node_id, soft=False),
-            ).remote(__version__, place.num_threads, *shared)
+            ).remote(__version__, place.num_threads, make, *shared)
             for place in placements
         ]
 
@@ -152,7 +160,7 @@ class Pool:
         while waiting or running:
             while waiting and idle:
                 worker, place = idle.pop(), waiting.popleft()
-                running[getattr(worker, method).remote(*calls[place])] = worker, place
+                running[worker.call.remote(method, *calls[place])] = worker, place
             reference = ray.wait(list(running))[0][0]
             worker, place = running.pop(reference)
             try:

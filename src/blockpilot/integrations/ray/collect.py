@@ -1,30 +1,25 @@
 """`blockpilot collect --ray`: every worker traces whole shards, the process that leads writes them."""
 
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from blockpilot.core.files import atomic_path
 from blockpilot.core.progress import Report
 from blockpilot.engine.llm import LLM
-from blockpilot.integrations.ray.cluster import ClusterOptions, Pool, Worker, open_cluster
+from blockpilot.integrations.ray.cluster import ClusterOptions, Pool, open_cluster
 from blockpilot.replay.collect import Shards, describe_run, encode_requests
 from blockpilot.replay.collector import Collector
 from blockpilot.replay.config import CollectJob
 from blockpilot.replay.trace_files import TraceSet, pack_shard, shard_path
 
 
-class CollectWorker(Worker):
-    def __init__(self, version: str, num_threads: int, job: CollectJob) -> None:
-        super().__init__(version, num_threads)
-        self.job = job
+class CollectWorker:
+    """The models of one worker."""
 
-    @cached_property
-    def collector(self) -> Collector:
-        self.prepare()
-        job = self.job
+    def __init__(self, job: CollectJob) -> None:
         llm = LLM(job.target, drafter=job.drafter, pilot="ar", config=job.engine)
-        return Collector(llm, encode_requests(llm, job.prompts, job.config.seed), job.config)
+        self.job = job
+        self.collector = Collector(llm, encode_requests(llm, job.prompts, job.config.seed), job.config)
 
     def describe(self) -> dict[str, Any]:
         return describe_run(self.collector, self.job.source)

@@ -5,6 +5,7 @@ import io
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
@@ -17,28 +18,7 @@ BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, RED, PINK = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY, LIGHT = "#8c8c8c", "#d9d9d9"
 WIDTH = 8.6  # inches, the width of the page's text
-SETTINGS: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 8.5,
-    "axes.titlesize": 9,
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#444444",
-    "axes.linewidth": 0.7,
-    "axes.axisbelow": True,
-    "xtick.color": "#444444",
-    "ytick.color": "#444444",
-    "xtick.labelcolor": "black",
-    "ytick.labelcolor": "black",
-    "grid.color": "#e3e3e3",
-    "grid.linewidth": 0.7,
-    "hatch.linewidth": 0.6,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 5,
-    "svg.fonttype": "path",
-}
+SHEET = Path(__file__).with_name("page.mplstyle")
 _FAMILIES = {  # start of a method's name -> colour, hatch
     "ar": (LIGHT, ""),
     "ngram": (YELLOW, "\\\\"),
@@ -95,7 +75,7 @@ def finish_bars(axes: Axes, methods: Sequence[str]) -> None:
 
 def render(draw: Callable[[Run, Figure], None], run: Run, name: str) -> str:
     """The figure as an <svg> element that stands inside a page. The same figure gives the same text."""
-    with rc_context({**SETTINGS, "svg.hashsalt": name}):
+    with rc_context({"svg.hashsalt": name}, fname=SHEET):
         figure = Figure(layout="constrained")
         draw(run, figure)
         return _to_svg(figure)

@@ -164,7 +164,7 @@ def decode_all(llm: LLM, fit: Fit, config: BenchConfig, methods: Sequence[Method
             progress.prepare(f"warming up {method.name}")
             asker.run_once(method, longest.prompts)
             asker.ask(longest, method)
-        measurer = Measurer(asker, progress)
+        measurer = Measurer(asker.answer_rounds, progress)
         answers = measurer.measure(rounds, methods, out / "answers.jsonl")
     if measurer.left_out:
         raise BlockPilotError("; ".join(f"task {task}: {reason}" for task, reason in measurer.left_out.items()))

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.step import StepPilot
-from blockpilot.replay.oracles import oracle_steps
 from blockpilot.replay.pilot_report import linear_loads
 from blockpilot.replay.pilot_training import TraceGroup, train_step
-from blockpilot.replay.simulate import SimulatedStep, simulate, total
+from blockpilot.replay.simulate import SimulatedStep, oracle_steps, simulate, total
 from blockpilot.replay.traces import Trace
 from pilot_study.intervals import Bootstrap, Values
 from pilot_study.trace_tables import SizeTable

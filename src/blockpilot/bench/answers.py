@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import ensure_folder, write_text
+from blockpilot.core.files import ensure_folder, parse_json, write_text
 
 RoundKey = tuple[str, int, int]  # task, batch, repeat
 
@@ -108,10 +107,7 @@ def _read(path: Path) -> list[Answer]:
 
 
 def _parse(line: bytes, where: str) -> Answer:
-    try:
-        values: Any = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{where}: not valid JSON ({error}); mend the line or choose another --out") from error
+    values = parse_json(line, where, "; mend the line or choose another --out")
     if not isinstance(values, dict) or values.keys() != _FIELDS:
         raise InputError(f"{where}: not an answer of this version; choose another --out")
     return Answer(**values)

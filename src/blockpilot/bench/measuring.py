@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -26,21 +25,15 @@ from blockpilot.text.prompts import Prompt
 _WARM_UP_TOKENS = 12
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 Found = tuple[Round, list[Answer], str | None]  # one method's answers; or none, and why memory ran out
+AnswerRounds = Callable[[Sequence[Round], Sequence[Method], Progress], Iterator[Found]]  # by whoever has the models
 logger = logging.getLogger(__name__)
-
-
-class AnswersRounds(Protocol):
-    """Whoever has the models: this process, or workers."""
-
-    def answer_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], progress: Progress) -> Iterator[Found]:
-        """All methods on all rounds; `progress` starts when the models are warm."""
 
 
 class Measurer:
     """What a file of answers lacks is measured. A task that does not fit into memory is left out."""
 
-    def __init__(self, models: AnswersRounds, progress: Progress) -> None:
-        self.models, self.progress = models, progress
+    def __init__(self, answer_rounds: AnswerRounds, progress: Progress) -> None:
+        self.answer_rounds, self.progress = answer_rounds, progress
         self.left_out: dict[str, str] = {}  # task -> why it has no results
 
     def measure(self, rounds: Sequence[Round], methods: Sequence[Method], path: Path) -> list[Answer]:
@@ -58,7 +51,7 @@ class Measurer:
 
     def _measure(self, rounds: Sequence[Round], methods: Sequence[Method], file: AnswersFile) -> None:
         num_done = Counter[RoundKey]()
-        for work, answers, shortage in self.models.answer_rounds(rounds, methods, self.progress):
+        for work, answers, shortage in self.answer_rounds(rounds, methods, self.progress):
             if shortage is None:
                 file.append(answers)
                 num_done[work.key] += len(answers)
@@ -82,6 +75,7 @@ class Asker:
         return self.llms[NO_DRAFTER]
 
     def answer_rounds(self, rounds: Sequence[Round], methods: Sequence[Method], progress: Progress) -> Iterator[Found]:
+        """All methods on all rounds; `progress` starts when the models are warm."""
         self.warm_up(methods, rounds, progress)
         progress.start()
         gc.collect()

@@ -51,7 +51,7 @@ class BenchRun:
         self.rounds = plan_rounds({task.name: task.prompts for task in tasks}, many, setup.config.repeats)
         total = sum(work.num_answers for work in self.choosing) * len(BEST_FIXED_SIZES)
         total += sum(work.num_answers for work in self.rounds) * len(setup.methods)
-        self.measurer = Measurer(site, Progress(report, total))
+        self.measurer = Measurer(site.answer_rounds, Progress(report, total))
 
     def run(self) -> BenchResult:
         if any(method.pilot in ADAPTIVE for method in self.setup.methods):  # they weigh steps by these

@@ -4,7 +4,7 @@ A local run has one `LocalSite`. A run on a cluster has one per worker, and the 
 A site has one target in memory and one `LLM` per drafter around it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,13 +15,14 @@ from blockpilot.bench.answers import Answer
 from blockpilot.bench.audit import Difference, Place, find_differences
 from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.manifest import describe_run
-from blockpilot.bench.measuring import AnswersRounds, Asker
+from blockpilot.bench.measuring import Asker, Found
 from blockpilot.bench.methods import DRAFTER_OPTIONS, NO_DRAFTER, Method
-from blockpilot.bench.plan import Fit, fit_prompts
+from blockpilot.bench.plan import Fit, Round, fit_prompts
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.config import EngineConfig
 from blockpilot.core.device import resolve_device
 from blockpilot.core.errors import InputError
+from blockpilot.core.progress import Progress
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import Drafter
 from blockpilot.decoding.eagle3_drafter import Eagle3Drafter
@@ -82,9 +83,13 @@ class BenchSetup:
     is_code_scored: bool = False
 
 
-class Site(AnswersRounds, Protocol):
+class Site(Protocol):
     fit: Fit
     description: dict[str, Any]
+
+    def answer_rounds(
+        self, rounds: Sequence[Round], methods: Sequence[Method], progress: Progress
+    ) -> Iterator[Found]: ...
 
     def find_differences(
         self, answers: Sequence[Answer], places: Mapping[tuple[str, str], Place]

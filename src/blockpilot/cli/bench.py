@@ -17,6 +17,8 @@ from blockpilot.cli.console import make_table, print_json, print_note, print_tab
 from blockpilot.core.config import device_type
 from blockpilot.core.errors import InputError
 from blockpilot.core.progress import format_duration
+from blockpilot.report.run_data import Run
+from blockpilot.report.tables import Cell, results_table
 from blockpilot.text.prompts import SPLITS
 
 if TYPE_CHECKING:
@@ -213,25 +215,20 @@ def _print_result(result: "BenchResult", out: Path, *, is_json: bool) -> None:
 
 def _print_rows(rows: Sequence[_Row]) -> None:
     """Methods down, tasks across, speedup and tau in each cell; the best of each column is bold."""
-    tasks, methods = (list(dict.fromkeys(row[name] for row in rows)) for name in ("task", "method"))
-    cells = {(row["task"], row["method"]): row for row in rows}
+    run = Run("", {}, [dict(row) for row in rows], [], [])
     table = make_table()
     table.add_column("method", no_wrap=True)
-    for task in tasks:
+    for task in run.columns:
         table.add_column(f"{task}\nspeedup  tau", justify="right", no_wrap=True)
-    for method in methods:
-        table.add_row(method, *(_cell(cells, task, method, methods) for task in tasks))
+    for label, *cells in results_table(run).rows:
+        pairs = zip(cells[::2], cells[1::2], strict=True)
+        table.add_row(label.text, *(f"{_show(speedup, 7)} {_show(tau, 4)}" for speedup, tau in pairs))
     print_table(table, _summary(rows))
 
 
-def _cell(cells: Mapping[tuple[str, str], _Row], task: str, method: str, methods: Sequence[str]) -> str:
-    parts = []
-    for name, width in (("speedup", 7), ("tau_mean", 4)):
-        value = cells[task, method][name]
-        others = [cells[task, other][name] for other in methods if cells[task, other][name] is not None]
-        text = ("-" if value is None else f"{value:.2f}").rjust(width)
-        parts.append(f"[bold]{text}[/bold]" if others and value == max(others) else text)
-    return " ".join(parts)
+def _show(cell: Cell, width: int) -> str:
+    text = cell.text.removesuffix("x").rjust(width)
+    return f"[bold]{text}[/bold]" if cell.is_best else text
 
 
 def _summary(rows: Sequence[_Row]) -> str:

@@ -76,7 +76,14 @@ def print_columns(columns: Mapping[str, Sequence[str]], *, to_stderr: bool = Fal
 def show_progress(waiting_for: str) -> Iterator[Report]:
     """Draw a pulsing line with `waiting_for`, and a real bar while the yielded function reports bytes."""
     if not sys.stderr.isatty():
-        yield _report_in_lines()
+        seen: set[str] = set()  # a log gets one line when something long begins
+
+        def report_once(message: str, done: int, total: int) -> None:
+            if message not in seen:
+                seen.add(message)
+                print(f"{message} ({format_megabytes(total)})", file=sys.stderr)
+
+        yield report_once
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
@@ -122,18 +129,6 @@ class ProgressLines:
         if done >= total or now - self.last > _SECONDS_BETWEEN_LINES:
             self.last = now
             print(self.form.format(message=message, done=done, total=total), file=sys.stderr, flush=True)
-
-
-def _report_in_lines() -> Report:
-    """For logs: one line when something long begins."""
-    seen: set[str] = set()
-
-    def report(message: str, done: int, total: int) -> None:
-        if message not in seen:
-            seen.add(message)
-            print(f"{message} ({format_megabytes(total)})", file=sys.stderr)
-
-    return report
 
 
 def format_megabytes(num_bytes: int) -> str:

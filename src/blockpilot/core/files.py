@@ -51,6 +51,14 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def parse_json(text: str | bytes, where: str, advice: str = "") -> Any:
+    """The value that a text holds; `where` names it in the error, `advice` tells what to do."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{where}: not valid JSON ({error}){advice}") from error
+
+
 def read_json(path: Path, advice: str = "") -> dict[str, Any] | None:
     """The object in a JSON file; None where there is no file. `advice` tells what to do about a damaged one."""
     if not path.is_file():

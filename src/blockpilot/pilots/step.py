@@ -19,11 +19,10 @@ import numpy as np
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.base import PLAIN, Asked, Choice, Drafted, Outcome, Pilot, PilotInputs, PrefillState, Selection
 from blockpilot.pilots.calibration import Calibration, Calibrations
-from blockpilot.pilots.cost_model import StepCosts, Values
+from blockpilot.pilots.cost_model import StepCosts, StepTable, StepTables, Values
 from blockpilot.pilots.forecast import Forecast, load_loops
 from blockpilot.pilots.growth import MAX_WIDTH, GrowthRules, falling_costs, grow_tree
 from blockpilot.pilots.memory import Gate, StepMemory
-from blockpilot.pilots.step_table import StepTable, StepTables
 
 DRAFT_SIZES = (4, 8, 16)
 REVIEW = 4  # steps that keep what was chosen before a draft: forecasts move slowly, and asking for one takes time

@@ -19,8 +19,7 @@ from blockpilot.pilots.fitting import mark_hits
 from blockpilot.pilots.fixed import FixedPilot, PlainPilot, TreePilot
 from blockpilot.pilots.growth import MAX_WIDTH, GrowthRules, falling_costs, grow_nodes
 from blockpilot.pilots.step import StepPilot
-from blockpilot.replay.oracles import oracle_request, oracle_steps
-from blockpilot.replay.simulate import SimulatedStep, simulate, total
+from blockpilot.replay.simulate import SimulatedStep, oracle_request, oracle_steps, simulate, total
 from blockpilot.replay.traces import Trace
 from blockpilot.training.figure import write_figure
 

@@ -1,4 +1,4 @@
-"""Any pilot on a trace, exactly as the decode loop would run it, without a model.
+"""Any pilot on a trace, exactly as the decode loop would run it, without a model; and the best that could be done.
 
 Each step mirrors `engine/speculative_step.py`: the pilot chooses, sees the drafter's candidates and selects nodes, the
 tree is walked along the answer's own tokens, and the pilot learns what came of it. Token ids are ranks here: the
@@ -9,12 +9,15 @@ were kept: exact where the trace keeps as many as the pilot asks for, in float32
 
 On a device steps are pipelined: step n + 1 is chosen before step n has landed (`is_pipelined`), from what was known
 when n was enqueued. Then the pilot learns one step late, as it does there.
+
+The oracles know afterwards which block size was the best one, per request and per step.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from blockpilot.core.errors import InputError
 from blockpilot.decoding.verification import accept
 from blockpilot.pilots.base import Asked, Choice, Drafted, Outcome, Pilot, PilotInputs
 from blockpilot.pilots.cost_model import StepCosts
@@ -160,3 +163,32 @@ def _price(trace: Trace, step: SimulatedStep, costs: StepCosts | None, *, is_wat
 
 def _plain_step(anchor: int) -> SimulatedStep:
     return SimulatedStep(anchor=anchor, block_size=1, verify_size=1, emitted=1)
+
+
+def oracle_request(trace: Trace, sizes: Sequence[int], costs: StepCosts) -> tuple[int, list[SimulatedStep]]:
+    """The one chain size that finishes this request soonest, and its steps; the smaller where two take alike."""
+    walks = [(size, walk_chain(trace, size, costs)) for size in sorted(sizes)]
+    return min(walks, key=lambda walk: total([walk[1]]).milliseconds)
+
+
+def oracle_steps(trace: Trace, costs: StepCosts, *, sizes: Sequence[int] | None = None) -> list[SimulatedStep]:
+    """The cheapest way to the answer's end when every step may draft and check another chain size, or decode plainly.
+
+    From the last anchor back: the cheapest rest behind every anchor is that of its best step. A request that never
+    drafts is spared the drafter's look at every step, so that way is weighed as a whole.
+    """
+    if not trace.setting.is_every_anchor:
+        raise InputError("the per-step oracle needs traces of every anchor: collect with --anchors every")
+    allowed = sorted({1, *(trace.setting.sizes if sizes is None else sizes)})
+    rest = [0.0] * (trace.num_anchors + 1)  # milliseconds from here to the end
+    best: dict[int, SimulatedStep] = {}
+    for anchor in range(trace.num_anchors - 1, -1, -1):
+        steps = [chain_step(trace, size, anchor, costs=costs) for size in allowed]
+        best[anchor] = min(steps, key=lambda step: step.milliseconds + rest[step.anchor + step.emitted])
+        rest[anchor] = best[anchor].milliseconds + rest[anchor + best[anchor].emitted]
+    walk, anchor = [], 0
+    while anchor < trace.num_anchors:
+        walk.append(best[anchor])
+        anchor += best[anchor].emitted
+    plain = walk_chain(trace, 1, costs)
+    return plain if total([plain]).milliseconds < total([walk]).milliseconds else walk

@@ -31,8 +31,8 @@ _REQUEST_COLUMNS = {  # one value per request
     "max_new_tokens": np.int32,
     "num_disagreements": np.int32,
 }
-_DRAFT_COLUMNS = ("log_probs", "entropy", "true_ranks")
-_PAIR_COLUMNS = ("first", "pairwise")  # only where the drafter scores a child given its parent
+# the last two only where the drafter scores a child given its parent
+_DRAFT_COLUMNS = ("log_probs", "entropy", "true_ranks", "first", "pairwise")
 
 _Columns = dict[str, NDArray[Any]]
 
@@ -134,7 +134,7 @@ def _pack(traces: Sequence[Trace], floats: np.dtype[Any]) -> _Columns:
         "prefill.hidden": _rounded(np.stack([prefill.hidden for prefill in prefills]), floats),
     }
     for size in traces[0].drafts:
-        for name in _DRAFT_COLUMNS + _PAIR_COLUMNS:
+        for name in _DRAFT_COLUMNS:
             parts = [getattr(trace.drafts[size], name) for trace in traces]
             if parts[0] is not None:
                 column = np.concatenate(parts)
@@ -168,8 +168,8 @@ def _unpack(
 
 
 def _unpack_draft(columns: _Columns, prefix: str, anchors: slice) -> DraftColumns:
-    found: dict[str, Any] = {name: columns[f"{prefix}.{name}"][anchors] for name in _DRAFT_COLUMNS}
-    found |= {name: columns[f"{prefix}.{name}"][anchors] for name in _PAIR_COLUMNS if f"{prefix}.{name}" in columns}
+    names = [name for name in _DRAFT_COLUMNS if f"{prefix}.{name}" in columns]
+    found: dict[str, Any] = {name: columns[f"{prefix}.{name}"][anchors] for name in names}
     return DraftColumns(**found)
 
 

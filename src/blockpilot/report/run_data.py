@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from blockpilot.core.errors import InputError
+from blockpilot.core.files import parse_json
 
 Row = dict[str, Any]
 MEAN = "mean"
@@ -121,10 +122,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{where}: not valid JSON ({error})") from error
+    value = parse_json(text, where)
     if not isinstance(value, dict):
         raise InputError(f"{where}: expected a JSON object")
     return value

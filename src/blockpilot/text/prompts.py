@@ -7,7 +7,6 @@ modulo 4 are calibration, the rest are test.
 
 import gzip
 import hashlib
-import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from blockpilot.core.errors import InputError
+from blockpilot.core.files import parse_json
 
 SPLITS = ("test", "calibration", "all")
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
@@ -87,10 +87,7 @@ def _parse_line(path: Path, number: int, raw: bytes) -> Prompt | None:
 
 
 def _parse_json(line: str, where: str, default_id: str) -> Prompt:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{where}: not valid JSON ({error})") from error
+    record = parse_json(line, where)
     turns = _find_turns(record) if isinstance(record, dict) else ()
     if not turns:
         raise InputError(f"{where}: no prompt found; expected a text under turns, {', '.join(_KEYS)}")

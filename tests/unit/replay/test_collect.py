@@ -12,8 +12,7 @@ from blockpilot.core.errors import InputError
 from blockpilot.core.manifests import MANIFEST
 from blockpilot.pilots.fixed import FixedPilot, TreePilot
 from blockpilot.replay import collect
-from blockpilot.replay.oracles import oracle_steps
-from blockpilot.replay.simulate import simulate
+from blockpilot.replay.simulate import oracle_steps, simulate
 from blockpilot.replay.trace_files import TraceSet, shard_path, write_shard
 from blockpilot.replay.traces import ABSENT, Trace
 from tests.tiny import make_dflash, make_eagle3, make_llm

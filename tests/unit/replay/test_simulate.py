@@ -12,8 +12,15 @@ from blockpilot.core.errors import InputError
 from blockpilot.pilots.base import Asked, Choice, Drafted, Outcome, Pilot, PrefillState, Selection
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.fixed import FixedPilot, PlainPilot, TreePilot, select_chains
-from blockpilot.replay.oracles import oracle_request, oracle_steps
-from blockpilot.replay.simulate import SimulatedStep, chain_step, simulate, total, walk_chain
+from blockpilot.replay.simulate import (
+    SimulatedStep,
+    chain_step,
+    oracle_request,
+    oracle_steps,
+    simulate,
+    total,
+    walk_chain,
+)
 from blockpilot.replay.traces import Trace
 from tests.unit.replay.pieces import (
     SIZES,

@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from blockpilot.pilots.cost_model import CostPoint, StepCosts
+from blockpilot.pilots.cost_model import MAX_TABLES, CostPoint, StepCosts, StepTables
 from blockpilot.pilots.growth import smallest_rises
-from blockpilot.pilots.step_table import MAX_TABLES, StepTables
 
 DRAFT = (CostPoint(4, 2.0), CostPoint(16, 3.0), CostPoint(16, 5.0, batch_size=4))
 ONE_CONTEXT = StepCosts(DRAFT, (CostPoint(1, 10.0), CostPoint(8, 12.0), CostPoint(64, 40.0)), overhead_ms=0.5)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from blockpilot.engine.llm import LLM
     from blockpilot.engine.outbox import Update
 
+_COUNTED = ("text", "token_ids", "num_prompt_tokens", "num_tokens", "num_steps", "tau")
+_TIMED = ("prefill_seconds", "decode_seconds", "pilot_seconds", "tokens_per_second", "finish_reason")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
@@ -149,11 +152,11 @@ def _stream(llm: "LLM", prompt: str, params: SamplingParams, *, is_raw: bool, is
 
 def _describe(completion: Completion, llm: "LLM", params: SamplingParams) -> dict[str, Any]:
     return {
-        **_read(completion, "text", "token_ids", "num_prompt_tokens", "num_tokens", "num_steps", "tau"),
+        **{name: getattr(completion, name) for name in _COUNTED},
         "block_sizes": [step.block_size for step in completion.steps],
         "verify_sizes": [step.verify_size for step in completion.steps],
         "emitted": [step.emitted for step in completion.steps],
-        **_read(completion, "prefill_seconds", "decode_seconds", "pilot_seconds", "tokens_per_second", "finish_reason"),
+        **{name: getattr(completion, name) for name in _TIMED},
         "pilot": llm.pilot.name,
         "target": llm.target_name,
         "drafter": llm.drafter.name if llm.drafter else None,
@@ -161,10 +164,6 @@ def _describe(completion: Completion, llm: "LLM", params: SamplingParams) -> dic
         "dtype": llm.config.dtype,
         "seed": params.seed,
     }
-
-
-def _read(completion: Completion, *names: str) -> dict[str, Any]:
-    return {name: getattr(completion, name) for name in names}
 
 
 def _print_summary(completion: Completion, llm: "LLM") -> None:

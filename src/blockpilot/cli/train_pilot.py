@@ -126,6 +126,7 @@ def _fit_step(
 def _fit_prefill(
     arguments: argparse.Namespace, train: "TraceGroup", test: "TraceGroup", facts: dict[str, Any]
 ) -> "list[Pilot]":
+    from blockpilot.pilots.prefill import PrefillTraining
     from blockpilot.replay.pilot_training import train_prefill_pilot
 
     config = _prefill_config(arguments, train)
@@ -133,8 +134,7 @@ def _fit_prefill(
         pilot = train_prefill_pilot(
             train,
             config,
-            num_epochs=arguments.epochs,
-            seed=arguments.seed,
+            PrefillTraining(num_epochs=arguments.epochs, seed=arguments.seed),
             device=arguments.device,
             report=lambda done, total: report("training the network", done, total),
         )

@@ -68,16 +68,14 @@ class _CostSurface:
         }
         self.depends_on_context = bool(self.per_request or self.per_token)
         self._rows: dict[int, Values] = {}
-        self._slopes: Values = np.zeros(0)  # milliseconds per context token of a request with 1, 2, .. tokens
 
     def row(self, num_tokens: int, batch_size: int, context_length: int) -> Values:
         """Milliseconds [num_tokens] of 1 .. num_tokens tokens per request; do not write into it."""
         base = self._base_row(num_tokens, batch_size)[:num_tokens]
         if not self.depends_on_context:
             return base
-        if num_tokens > len(self._slopes):
-            self._slopes = self.per_request + self.per_token * np.arange(1.0, num_tokens + 1)
-        return base + batch_size * context_length * self._slopes[:num_tokens]
+        slopes: Values = self.per_request + self.per_token * np.arange(1.0, num_tokens + 1)  # ms per context token
+        return base + batch_size * context_length * slopes
 
     def at(self, tokens: int, batch_size: int, context_length: int) -> float:
         base = float(self._base_row(tokens, batch_size)[tokens - 1])

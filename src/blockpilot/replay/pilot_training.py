@@ -105,9 +105,8 @@ def tau_table(traces: Iterable[Trace], sizes: Sequence[int]) -> np.ndarray:
 def train_prefill_pilot(
     group: TraceGroup,
     config: PrefillConfig,
+    training: PrefillTraining,
     *,
-    num_epochs: int | None = None,
-    seed: int = 0,
     device: str = "cpu",
     report: Callable[[int, int], None] | None = None,
 ) -> PrefillPilot:
@@ -118,5 +117,4 @@ def train_prefill_pilot(
     states = [trace.prefill_state() for trace in group.traces]
     values = torch.stack([state.hidden if config.inputs == "hidden" else state.probabilities for state in states])
     tau = torch.from_numpy(tau_table(group.traces, config.sizes))
-    training = PrefillTraining(num_epochs=num_epochs, seed=seed)
     return PrefillPilot(train_prefill(config, values.to(device), tau, training, report))

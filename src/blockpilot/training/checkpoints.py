@@ -34,16 +34,12 @@ def save_checkpoint(out: Path, state: Mapping[str, Any]) -> None:
     """Replace the checkpoint; whatever goes wrong, the old one stays."""
     try:
         with atomic_path(out / CHECKPOINT) as path:
-            _save(state, path)
+            try:
+                torch.save(state, path)
+            except RuntimeError as error:  # how PyTorch reports a full disk
+                raise OSError(errno.EIO, f"{str(error).splitlines()[0]} (is the disk full?)") from error
     except BlockPilotError as error:
         raise BlockPilotError(f"{error}; make room and give the same command again to go on") from error
-
-
-def _save(state: Mapping[str, Any], path: Path) -> None:
-    try:
-        torch.save(state, path)
-    except RuntimeError as error:  # how PyTorch reports a full disk
-        raise OSError(errno.EIO, f"{str(error).splitlines()[0]} (is the disk full?)") from error
 
 
 def load_checkpoint(out: Path, identity: Mapping[str, Any], device: torch.device) -> dict[str, Any] | None:

@@ -125,7 +125,8 @@ def draw(texts: Sequence[str], emitted: Sequence[int], source: str) -> str:
         *draw_legend(height - 16),
     ]
     label = f"An answer of {len(texts)} tokens in {len(emitted)} steps; plain decoding takes {len(texts) - 1}"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height}" role="img" aria-label="{label}">'
+    box = f'viewBox="0 0 {width:g} {height}" xml:space="preserve"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img" aria-label="{label}">'
     return "\n".join([head, f"<style>{STYLE}</style>", *parts, "</svg>\n"])
 
 

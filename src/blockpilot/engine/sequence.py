@@ -1,4 +1,4 @@
-"""One request on its way through the engine. `take` is the only place where an answer grows."""
+"""One request and its state in the engine. `take` is the only place where an answer grows."""
 
 import time
 from collections.abc import Sequence as Collection

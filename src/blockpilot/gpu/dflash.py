@@ -158,7 +158,7 @@ class GpuDFlashDrafter(DFlashDrafter):
         return max(self._widths[0] if num_candidates == 1 else self._widths[-1], num_candidates)
 
     def write(self, draft: DraftPass, requests: Sequence[DraftRequest]) -> None:
-        """Into the plan of a pass, which must not be on its way."""
+        """Into the plan of a pass, which must not be in flight."""
         for request in requests:
             self.cache.append(request.slot, request.block_size)
         draft.plan.write_blocks(

@@ -12,26 +12,21 @@ from operator import ge
 import torch
 from torch import Tensor
 
+from blockpilot.core.device import Placement
 from blockpilot.core.errors import BlockPilotError
+from blockpilot.models.config import DecoderConfig
 
 
 class SlotCache:
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_slots: int,
-        num_kv_heads: int,
-        head_dim: int,
-        capacity: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        num_spare: int = 0,
-    ) -> None:
-        """`num_spare` slots more are never reserved: passes of a fixed shape let rows that nobody wants write there."""
-        shape = (num_layers, 2, num_slots + num_spare, num_kv_heads, capacity, head_dim)
-        self.rows = torch.empty(shape, dtype=dtype, device=device)  # untouched pages cost no memory on a CPU
-        self.capacity = capacity
+    def __init__(self, layers: DecoderConfig, placement: Placement, *, num_open: int, num_spare: int = 0) -> None:
+        """A slot has room for a whole context and `num_open` rows of a pass behind it.
+
+        `num_spare` slots more are never reserved: passes of a fixed shape let rows that nobody wants write there.
+        """
+        num_slots, self.capacity = placement.num_slots, placement.context_length + num_open
+        shape = (layers.num_layers, 2, num_slots + num_spare, layers.num_kv_heads, self.capacity, layers.head_dim)
+        # untouched pages cost no memory on a CPU
+        self.rows = torch.empty(shape, dtype=placement.dtype, device=placement.device)
         self.lengths = [0] * num_slots
         self.appended = [0] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from blockpilot.core.config import MAX_BLOCK_SIZE
+from blockpilot.core.device import Placement
 from blockpilot.core.draft import Draft, HostDraft
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import DraftRequest, Observation, cut
@@ -30,7 +31,7 @@ from blockpilot.gpu.device import capture, check_memory, graph_pool, wait_for
 from blockpilot.gpu.fused import FusedDFlash
 from blockpilot.gpu.interface import Noise, Selector
 from blockpilot.gpu.plan import PassPlan, Staging
-from blockpilot.models.dflash import CandidateSelector
+from blockpilot.models.dflash import CandidateSelector, DFlash
 from blockpilot.pilots.growth import MAX_WIDTH
 
 
@@ -52,17 +53,19 @@ class DraftPass:
 
 
 class GpuDFlashDrafter(DFlashDrafter):
-    def __init__(self, *arguments: Any, num_slots: int, **options: Any) -> None:
-        super().__init__(*arguments, num_slots=num_slots, num_spare=1, **options)
+    num_spare = 1
+
+    def __init__(self, model: DFlash, placement: Placement, **options: Any) -> None:
+        super().__init__(model, placement, **options)
         self.fused = FusedDFlash(self.model, self.cache.rows)
         self.context_weight = self.model.context_weight().detach()
         is_linear = isinstance(self.head, nn.Linear) and self.head.bias is None
         self._head_weight: Tensor | None = cast(nn.Linear, self.head).weight if is_linear else None
         num_logits = 0 if self._head_weight is None else len(self._head_weight)
         width = num_logits + self.model.config.layers.hidden_size
-        needed = _num_results(num_slots) * width * self.cache.rows.element_size()
+        needed = _num_results(placement.num_slots) * width * self.cache.rows.element_size()
         check_memory(self.device, needed, "the drafter's results")
-        self._spare_slot = num_slots
+        self._spare_slot = placement.num_slots
         self._offsets = np.arange(OBSERVED[-1], dtype=np.int32)
         self._pool = graph_pool(self.device)
         self._drafts: dict[tuple[int, int, int, int], DraftPass] = {}

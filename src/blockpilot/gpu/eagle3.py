@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from blockpilot.core.device import Placement
 from blockpilot.core.draft import Draft, HostDraft
 from blockpilot.decoding.drafter import DraftRequest, Observation, cut
 from blockpilot.decoding.eagle3_drafter import MAX_BLOCK_SIZE, Eagle3Drafter
@@ -30,6 +31,7 @@ from blockpilot.gpu.device import capture, graph_pool, wait_for
 from blockpilot.gpu.fused import FusedEagle3
 from blockpilot.gpu.interface import PassInputs
 from blockpilot.gpu.plan import Staging
+from blockpilot.models.eagle3 import Eagle3
 
 OBSERVED = (2, 4, 8, MAX_BLOCK_SIZE)  # tokens it is shown, rounded up; a slot has room for that many more
 ALIGNMENT = 4  # numbers; kernels are compiled once more for inputs that begin elsewhere
@@ -105,10 +107,12 @@ class ViewPlan:
 
 
 class GpuEagle3Drafter(Eagle3Drafter):
-    def __init__(self, *arguments: Any, num_slots: int, **options: Any) -> None:
-        super().__init__(*arguments, num_slots=num_slots, num_spare=1, **options)
+    num_spare = 1
+
+    def __init__(self, model: Eagle3, placement: Placement, **options: Any) -> None:
+        super().__init__(model, placement, **options)
         self.fused = FusedEagle3(self.model, self.cache.rows)
-        self._spare_slot = num_slots
+        self._spare_slot = placement.num_slots
         self._pool = graph_pool(self.device)
         self._chains: dict[tuple[int, int, int], Chain] = {}
         self._views: dict[tuple[int, int], tuple[ViewPlan, Callable[[], None]]] = {}

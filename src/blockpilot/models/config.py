@@ -6,7 +6,8 @@ Readers of what we write disagree on where rotary settings stand: older ones rea
 ones `rope_parameters`. Both are written.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,22 +89,29 @@ def parse_decoder_config(raw: dict[str, Any], where: str) -> DecoderConfig:
 def parse_layer_shapes(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """The keys that targets and drafters share."""
     _refuse_unsupported(raw, where)
-    try:
+    with naming_keys(where):
         shapes: dict[str, Any] = {ours: int(raw[theirs]) for ours, theirs in _SHAPE_KEYS.items()}
         num_heads = shapes["num_heads"]
         shapes["num_kv_heads"] = int(raw.get("num_key_value_heads") or num_heads)
         shapes["head_dim"] = int(raw.get("head_dim") or shapes["hidden_size"] // num_heads)
         shapes["norm_eps"] = float(raw.get("rms_norm_eps", 1e-6))
         shapes["context_length"] = int(raw["max_position_embeddings"])
-    except KeyError as error:
-        raise InputError(f"{where}: key {error.args[0]!r} is missing") from error
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{where}: {error}") from error
     if num_heads % shapes["num_kv_heads"]:
         raise InputError(
             f"{where}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {shapes['num_kv_heads']}"
         )
     return shapes | {"rope": _parse_rope(raw, where)}
+
+
+@contextmanager
+def naming_keys(where: str) -> Iterator[None]:
+    """A key that is missing, or whose value is of no use, becomes an error that names the file."""
+    try:
+        yield
+    except KeyError as error:
+        raise InputError(f"{where}: key {error.args[0]!r} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where}: {error}") from error
 
 
 def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
@@ -134,7 +142,7 @@ def _parse_rope(raw: dict[str, Any], where: str) -> RopeConfig:
 
 
 def _parse_moe(raw: dict[str, Any], where: str) -> MoeConfig:
-    try:
+    with naming_keys(where):
         num_layers = int(raw["num_hidden_layers"])
         step = int(raw.get("decoder_sparse_step", 1))
         plain = set(raw.get("mlp_only_layers") or [])
@@ -146,8 +154,6 @@ def _parse_moe(raw: dict[str, Any], where: str) -> MoeConfig:
             is_normalized=bool(raw.get("norm_topk_prob", False)),
             dense_layers=tuple(i for i in range(num_layers) if i in plain or (i + 1) % step),
         )
-    except KeyError as error:
-        raise InputError(f"{where}: key {error.args[0]!r} is missing") from error
 
 
 def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
@@ -220,22 +226,3 @@ def _single_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
     if not ids:
         return None
     return ids[0] if len(ids) == 1 else list(ids)
-
-
-def require_equal(name: str, pairs: Mapping[str, tuple[int | None, int]]) -> None:
-    """Refuse a drafter of another target: where shapes happen to agree it would run, and nothing be accepted.
-
-    `pairs` maps a field to its value in the drafter (None: its checkpoint does not say) and in the target.
-    """
-    for field, (ours, theirs) in pairs.items():
-        if ours is not None and ours != theirs:
-            raise InputError(
-                f"drafter {name} does not fit its target: {field} is {ours} in the drafter and {theirs} in the target"
-            )
-
-
-def require_layers(name: str, field: str, layers: Sequence[int], num_layers: int) -> None:
-    """`layers` are 0-based target layers whose outputs the drafter reads; `field` is what its config calls them."""
-    beyond = [layer for layer in layers if not 0 <= layer < num_layers]
-    if beyond:
-        raise InputError(f"drafter {name} does not fit its target: {field} {beyond} of {num_layers} layers")

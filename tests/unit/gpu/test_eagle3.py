@@ -18,7 +18,7 @@ from blockpilot.gpu.target import GpuTargetRunner
 from blockpilot.models.eagle3 import Eagle3
 from blockpilot.pilots.base import Pilot
 from blockpilot.pilots.cost_model import StepCosts
-from tests.tiny import RandomTreePilot, make_decoder, make_eagle3, make_llm
+from tests.tiny import RandomTreePilot, make_decoder, make_eagle3, make_llm, make_placement
 
 PROMPTS = ["abcabcab", "the quick brown fox", "z", "hello hello hello"]
 GREEDY = SamplingParams()
@@ -56,14 +56,8 @@ def make_model(*, is_residual_normed: bool = False, **options: Any) -> Eagle3:
 
 
 def make_pair(model: Eagle3) -> tuple[GpuEagle3Drafter, Eagle3Drafter]:
-    options: dict[str, Any] = {
-        "embed": make_decoder().embed_tokens,
-        "num_slots": NUM_SLOTS,
-        "context_length": 64,
-        "device": torch.device("cpu"),
-        "dtype": torch.float32,
-    }
-    return GpuEagle3Drafter(model, **options), Eagle3Drafter(model, **options)
+    placement, embed = make_placement(NUM_SLOTS, 64), make_decoder().embed_tokens
+    return GpuEagle3Drafter(model, placement, embed=embed), Eagle3Drafter(model, placement, embed=embed)
 
 
 def make_taps(model: Eagle3, seed: int, count: int = ROWS) -> torch.Tensor:

@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from blockpilot.decoding.planned_dflash import PlannedDFlashDrafter
-from blockpilot.engine.planned_runner import PlannedRunner
-from blockpilot.engine.runner import TargetRunner
 
 from blockpilot.core.tree import DraftTree
+from blockpilot.decoding.target import TargetRunner
+from blockpilot.gpu.dflash import GpuDFlashDrafter
+from blockpilot.gpu.target import GpuTargetRunner
 from blockpilot.models.config import DecoderConfig, MoeConfig, RopeConfig
 from blockpilot.models.decoder import Decoder, MoE
 from blockpilot.models.dflash import DFlash, DFlashConfig
@@ -81,10 +81,10 @@ def make_drafter(config: DecoderConfig, dtype: torch.dtype) -> DFlash:
 
 def make_engine(
     decoder: Decoder, model: DFlash, batch: int, context: int, dtype: torch.dtype
-) -> tuple[PlannedRunner, PlannedDFlashDrafter]:
+) -> tuple[GpuTargetRunner, GpuDFlashDrafter]:
     options: dict[str, Any] = {"context_length": context + 256, "device": DEVICE, "dtype": dtype}
-    runner = PlannedRunner(decoder, num_slots=batch, **options)
-    drafter = PlannedDFlashDrafter(model, embed=decoder.embed_tokens, head=decoder.lm_head, num_slots=batch, **options)
+    runner = GpuTargetRunner(decoder, num_slots=batch, **options)
+    drafter = GpuDFlashDrafter(model, embed=decoder.embed_tokens, head=decoder.lm_head, num_slots=batch, **options)
     runner.cache.rows.normal_()
     drafter.cache.rows.normal_()
     return runner, drafter
@@ -99,7 +99,7 @@ def weight_bytes(model: torch.nn.Module, *, with_embedding: bool = False) -> int
     )
 
 
-def idle_bytes(runner: PlannedRunner, trees: list[tuple[int, DraftTree]]) -> int:
+def idle_bytes(runner: GpuTargetRunner, trees: list[tuple[int, DraftTree]]) -> int:
     """Weights of experts that no token of the check chooses."""
     routed = [module for module in runner.decoder.modules() if isinstance(module, MoE)]
     chosen: list[torch.Tensor] = []  # by layer

@@ -24,10 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from blockpilot.decoding.planned_dflash import MAX_ROWS, PlannedDFlashDrafter
-from blockpilot.engine.joint_step import build_joint
-from blockpilot.engine.plain_step import build_plain
-from blockpilot.engine.planned_runner import PlannedRunner
 from gpu_shapes import (
     DEVICE,
     DRAFT_LAYERS,
@@ -46,7 +42,11 @@ from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest
 from blockpilot.engine.sequence import Sequence
-from blockpilot.engine.speculative_step import begin, follow, land
+from blockpilot.engine.speculative_step import NO_CHOICES, DecodeLoop
+from blockpilot.gpu.buckets import MAX_DRAFT_ROWS
+from blockpilot.gpu.dflash import GpuDFlashDrafter
+from blockpilot.gpu.step import DeviceExecutor
+from blockpilot.gpu.target import GpuTargetRunner
 from blockpilot.models.config import DecoderConfig
 from blockpilot.models.decoder import Decoder
 from blockpilot.pilots.registry import load_pilot
@@ -128,7 +128,7 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rates
             weights = weight_bytes(decoder, with_embedding=config.is_tied)
             kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
             for count in tokens:
-                if not runner.can_plan(batch, count):
+                if not runner.can_run(batch, count):
                     skip(f"{shape} {place}: checks of {count} tokens", batch * count, runner.max_rows)
                     continue
                 first = [1 + index * count for index in range(batch)]
@@ -147,8 +147,8 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rates
             draft_weights = weight_bytes(drafter_model) + decoder.lm_head.weight.nbytes
             draft_kv = kv * DRAFT_LAYERS // config.num_layers
             for size in (4, 8, 16, 32):
-                if batch * size > MAX_ROWS:
-                    skip(f"{shape} {place}: drafts of {size}", batch * size, MAX_ROWS)
+                if batch * size > MAX_DRAFT_ROWS:
+                    skip(f"{shape} {place}: drafts of {size}", batch * size, MAX_DRAFT_ROWS)
                     continue
                 requests = [
                     DraftRequest(
@@ -180,10 +180,10 @@ def skip(what: str, num_rows: int, most: int) -> None:
 
 
 def time_steps(
-    pilot: str, runner: PlannedRunner, drafter: PlannedDFlashDrafter, slots: list[int], context: int, repeats: int
+    pilot: str, runner: GpuTargetRunner, drafter: GpuDFlashDrafter, slots: list[int], context: int, repeats: int
 ) -> dict[str, Any]:
     """Whole steps of one method, one request for each slot. Random drafts are refused: a step emits one token."""
-    params = SamplingParams(max_new_tokens=128)
+    params, chosen = SamplingParams(max_new_tokens=128), load_pilot(pilot)
     for slot in slots:
         runner.cache.lengths[slot] = drafter.cache.lengths[slot] = context
     sequences = [
@@ -191,7 +191,7 @@ def time_steps(
             request_id=slot,
             prompt_ids=[1] * context,
             params=params,
-            pilot=load_pilot(pilot),
+            pilot=chosen,
             eos_token_ids=frozenset(),
             max_total=context + 128,
             detokenizer=Silent(),  # type: ignore[arg-type]
@@ -201,13 +201,13 @@ def time_steps(
         )
         for slot in slots
     ]
-    joint, plain = build_joint(runner, drafter), build_plain(runner, drafter)
-    flight, landings = None, []
+    loop = DecodeLoop([DeviceExecutor(runner, drafter)], drafter, runner.buckets)
+    step, landings = None, []
     for _ in range(repeats + 4):
-        flight = flight or begin(sequences, runner, drafter, joint=joint, plain=plain)
-        behind, _ = follow(flight, drafter, joint, plain)
-        landings.append(land(flight, joint, plain)[1])
-        flight = behind
+        step = step or loop.begin(sequences, NO_CHOICES, time.perf_counter())
+        behind, _ = loop.follow(step)
+        landings.append(loop.land(step)[1])
+        step = behind
     torch.cuda.synchronize()
     walls = [1e3 * (after - before) for before, after in pairwise(landings[3:])]
     last = sequences[0].steps[-1]

@@ -4,9 +4,10 @@
 
 Every pilot walks through the same requests, step by step as `speculative_step` runs it, one request at a time. Requests
 are read from folders of traces, or drawn from a seed: blocks of 15 positions and 16 candidates with pairwise scores
-(`--plain`: without). One JSON row per pilot: medians over all steps of `choose`, `select` (the tree is built in it) and
-walking the tree (`accept`), `step_us` for the first two together, and the mean number of nodes. Step costs are a line
-like an H200's with the default pair, unless told otherwise: they decide how many nodes are worth a look.
+(`--plain`: without). One JSON row per pilot: medians over all steps of `choose`, `select` (the tree is built in it),
+walking the tree (`accept`) and `learn`, `step_us` for the pilot's own three together, and the mean number of nodes.
+Step costs are a line like an H200's with the default pair, unless told otherwise: they decide how many nodes are worth
+a look.
 
 In an engine other code runs between a pilot's calls and pushes it out of the processor's caches, which doubles its time
 and more. So 8 MB are read before every call here; `--warm` leaves that out.
@@ -22,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from blockpilot.core.candidates import Candidates
 
+from blockpilot.core.draft import HostDraft
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.verification import accept
-from blockpilot.pilots.base import Pilot, PilotInputs
+from blockpilot.pilots.base import Asked, Choice, Drafted, Outcome, Pilot, PilotInputs, Selection
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.registry import load_pilot
 from blockpilot.replay.trace_files import TraceSet
@@ -44,6 +45,7 @@ class StepTime:
     choose: float
     select: float  # and build the tree
     accept: float
+    learn: float
     num_nodes: int
 
 
@@ -81,11 +83,11 @@ def read_requests(arguments: argparse.Namespace) -> list[Trace]:
 def summarize(steps: Sequence[StepTime]) -> dict[str, Any]:
     medians = {
         name: round(statistics.median(getattr(step, name) for step in steps), 1)
-        for name in ("choose", "select", "accept")
+        for name in ("choose", "select", "accept", "learn")
     }
     return {
         **{f"{name}_us": value for name, value in medians.items()},
-        "step_us": round(statistics.median(step.choose + step.select for step in steps), 1),
+        "step_us": round(statistics.median(step.choose + step.select + step.learn for step in steps), 1),
         "nodes": round(statistics.fmean(step.num_nodes for step in steps), 1),
         "steps": len(steps),
     }
@@ -93,33 +95,43 @@ def summarize(steps: Sequence[StepTime]) -> dict[str, Any]:
 
 def walk(trace: Trace, pilot: Pilot, *, is_warm: bool = True) -> Iterator[StepTime]:
     """The steps of one request, as `replay/simulate.py` takes them."""
-    pilot = pilot.start(None)
-    anchor = num_steps = emitted = 0
+    memory = pilot.start(None)
+    anchor = num_steps = 0
     while anchor < trace.num_anchors and trace.max_new_tokens - anchor > 2:
-        inputs = make_inputs(trace, anchor, num_steps, emitted)
+        inputs = make_inputs(trace, anchor, num_steps)
         started = pause(is_warm)
-        size = pilot.choose(inputs)
+        choice = pilot.choose([Asked(memory, inputs)])[0]
         chosen = time.perf_counter()
-        candidates = show_draft(trace, size, anchor, pilot.num_candidates) if size > 1 else None
+        size = choice.draft_size
+        draft = show_draft(trace, size, anchor, pilot.num_candidates) if size > 1 else None
         drafted = pause(is_warm)
-        is_plain = candidates is None
-        tree = DraftTree.chain(ABSENT, []) if is_plain else pilot.select_tree(inputs, candidates, ABSENT)
+        tree, promised, head = select(pilot, memory, inputs, choice, draft)
         selected = time.perf_counter()
         ranks = [*(trace.draft(size).true_ranks[anchor].tolist() if size > 1 else ()), ABSENT]
         target_ids = [ranks[min(depth, len(ranks) - 1)] for depth in tree.depths]
         verified = pause(is_warm)
         accepted = accept(tree, target_ids)
         ended = time.perf_counter()
-        times = (chosen - started, selected - drafted, ended - verified)
-        yield StepTime(*(seconds * 1e6 for seconds in times), num_nodes=len(tree) - 1)
         emitted = len(accepted.emitted_ids)
+        landed = pause(is_warm)
+        if draft is not None:
+            pilot.learn([Outcome(memory, inputs, tree.max_depth, promised, head, emitted)])
+        learnt = time.perf_counter()
+        times = (chosen - started, selected - drafted, ended - verified, learnt - landed)
+        yield StepTime(*(seconds * 1e6 for seconds in times), num_nodes=len(tree) - 1)
         anchor, num_steps = anchor + emitted, num_steps + 1
 
 
-def show_draft(trace: Trace, size: int, anchor: int, num_candidates: int) -> Candidates:
+def select(pilot: Pilot, memory: Any, inputs: PilotInputs, choice: Choice, draft: HostDraft | None) -> Selection:
+    if draft is None:
+        return Selection(DraftTree.chain(ABSENT, []))
+    return pilot.select([Drafted(memory, inputs, choice, draft, ABSENT)])[0]
+
+
+def show_draft(trace: Trace, size: int, anchor: int, num_candidates: int) -> HostDraft:
     """With arrays that lie in memory as a drafter's do."""
-    candidates = trace.candidates(size, anchor, num_candidates)
-    return replace(candidates, token_ids=candidates.token_ids.copy())
+    draft = trace.candidates(size, anchor, num_candidates)
+    return replace(draft, token_ids=draft.token_ids.copy())
 
 
 def pause(is_warm: bool) -> float:
@@ -129,7 +141,7 @@ def pause(is_warm: bool) -> float:
     return time.perf_counter()
 
 
-def make_inputs(trace: Trace, anchor: int, num_steps: int, last_emitted: int) -> PilotInputs:
+def make_inputs(trace: Trace, anchor: int, num_steps: int) -> PilotInputs:
     return PilotInputs(
         num_steps=num_steps,
         context_length=trace.num_prompt_tokens + anchor,
@@ -138,7 +150,6 @@ def make_inputs(trace: Trace, anchor: int, num_steps: int, last_emitted: int) ->
         max_block_size=trace.setting.max_block_size,
         trained_block_size=trace.setting.trained_block_size,
         temperature=trace.temperature,
-        last_emitted=last_emitted,
     )
 
 

@@ -197,13 +197,16 @@ def simulate_all(
         max_new_tokens=config.max_new_tokens,
     )
     collector = Collector(llm, requests, collecting)
+    is_pipelined = llm.engine.device_executor is not None  # there choices come one step late
     walks: dict[tuple[str, str], list[Walk]] = {(task, name): [] for task in config.tasks for name in pilots}
     with show_counted("replayed") as report:
         clock = Clock(len(requests), report)
         for shard in range(-(-len(requests) // collecting.shard_size)):
             for trace in collector.trace(shard):
                 for name, pilot in pilots.items():
-                    walks[trace.task, name].append(Walk(trace.answer_ids.tolist(), simulate(trace, pilot, llm.costs)))
+                    walks[trace.task, name].append(
+                        Walk(trace.answer_ids.tolist(), simulate(trace, pilot, llm.costs, is_pipelined=is_pipelined))
+                    )
                 clock.tick()
     return walks
 

@@ -24,7 +24,7 @@ def test_walks_take_the_steps_of_replay():
         checked = [step.verify_size - 1 for step in simulated]
         assert [step.num_nodes for step in steps][:-4] == checked[: len(steps) - 4]  # the last are cut at the end
         assert set(summarize(steps)) == {
-            *(f"{n}_us" for n in ("choose", "select", "accept", "step")),
+            *(f"{n}_us" for n in ("choose", "select", "accept", "learn", "step")),
             "nodes",
             "steps",
         }

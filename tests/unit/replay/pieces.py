@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from blockpilot.core.candidates import Candidates
-
 from blockpilot import LLM, Completion
-from blockpilot.pilots.base import Nodes, Pilot, PilotInputs, PrefillState
-from blockpilot.pilots.growth import grow_tree
+from blockpilot.pilots.base import Asked, Choice, Drafted, Outcome, Pilot, PilotInputs, PrefillState, Selection
+from blockpilot.pilots.growth import GrowthRules, falling_costs, grow_tree
 from blockpilot.replay.collect import collect
 from blockpilot.replay.config import CollectConfig, ReplayRequest
 from blockpilot.replay.costs import SimulatedStep
@@ -61,27 +59,44 @@ def shapes(steps: Sequence[Any]) -> list[tuple[int, int, int]]:
 
 
 @dataclass
+class Mood:
+    value: int = 0
+    seen: list[PilotInputs] = field(default_factory=list)
+
+
+@dataclass
 class MoodyPilot(Pilot):
-    """Remembers: its draft size and tree follow from the prefill, from every input and from what it did before."""
+    """Its draft size and tree follow from the prefill, from every input and from what came of the steps before."""
 
     name: str = "moody"
     num_candidates: int = 4
     reads_prefill: bool = True
-    mood: int = 0
-    seen: list[PilotInputs] = field(default_factory=list)
+    started: list[Mood] = field(default_factory=list)  # of all requests, in their order
 
-    def start(self, prefill: PrefillState | None) -> Pilot:
+    def start(self, prefill: PrefillState | None, neighbours: Sequence[Any] = ()) -> Mood:
         assert prefill is not None
         surprise = int(100 * float(prefill.probabilities.max())) + int(100 * float(prefill.hidden[0]))
-        return MoodyPilot(mood=prefill.num_prompt_tokens + surprise)
+        self.started.append(Mood(prefill.num_prompt_tokens + surprise))
+        return self.started[-1]
 
-    def choose(self, inputs: PilotInputs) -> int:
-        self.seen.append(inputs)
-        self.mood += inputs.last_emitted + inputs.num_steps + inputs.context_length + inputs.num_remaining
-        return (0, 8, 3, 8)[self.mood % 4]
+    def choose(self, requests: Sequence[Asked]) -> list[Choice]:
+        return [self._choose(memory, inputs) for memory, inputs in requests]
 
-    def select(self, inputs: PilotInputs, candidates: Candidates) -> Nodes:
-        return grow_tree(candidates, 1 + self.mood % 9)
+    def _choose(self, mood: Mood, inputs: PilotInputs) -> Choice:
+        mood.seen.append(inputs)
+        mood.value += inputs.num_steps + inputs.context_length + inputs.num_remaining
+        return Choice((0, 8, 3, 8)[mood.value % 4])
+
+    def select(self, requests: Sequence[Drafted]) -> list[Selection]:
+        found = []
+        for mood, inputs, _, draft, anchor_id in requests:
+            costs = falling_costs(1 + mood.value % 9)
+            found.append(grow_tree(draft, anchor_id, GrowthRules(costs, inputs.num_remaining - 1)))
+        return found
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            outcome.memory.value += outcome.emitted + outcome.depth + int(100 * outcome.promised)
 
 
 @dataclass(frozen=True)

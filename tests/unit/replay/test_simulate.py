@@ -1,7 +1,7 @@
 """Replay must give the very steps that decoding takes: emitted lengths, block sizes, verify sizes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from blockpilot.core.errors import InputError
-from blockpilot.pilots.base import Pilot, PilotInputs, PrefillState
+from blockpilot.pilots.base import Asked, Choice, Drafted, Outcome, Pilot, PrefillState, Selection
 from blockpilot.pilots.cost_model import StepCosts
-from blockpilot.pilots.fixed import FixedPilot, PlainPilot, TreePilot
+from blockpilot.pilots.fixed import FixedPilot, PlainPilot, TreePilot, select_chains
 from blockpilot.replay.costs import SimulatedStep, total
 from blockpilot.replay.oracles import oracle_request, oracle_steps
 from blockpilot.replay.simulate import chain_step, simulate, walk_chain
@@ -81,22 +81,83 @@ def test_candidates_lead_a_chain_where_its_recorded_lengths_lead_it(is_second: b
 
 
 def test_a_pilot_sees_what_it_sees_online(tmp_path: Path) -> None:
-    seen: list[list[PilotInputs]] = []
-
-    class Recorder(MoodyPilot):
-        def start(self, prefill: PrefillState | None) -> Pilot:
-            started = super().start(prefill)
-            assert isinstance(started, MoodyPilot)
-            seen.append(started.seen)
-            return started
-
     llm = make_pair(num_slots=1)  # so that online, too, a batch is one request
-    decode(llm, Recorder())
-    online = seen.copy()
-    seen.clear()
+    online, offline = MoodyPilot(), MoodyPilot()
+    decode(llm, online)
     for trace in run_collect(llm, tmp_path):
-        simulate(trace, Recorder())
-    assert seen == online and any(seen)
+        simulate(trace, offline)
+    assert [mood.seen for mood in offline.started] == [mood.seen for mood in online.started]
+    assert any(mood.seen for mood in online.started)
+
+
+@dataclass
+class Diary:
+    """What a request has learnt, and how much of it was known at each choice."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    known: list[int] = field(default_factory=list)
+    num_steps: list[int] = field(default_factory=list)  # as the inputs said
+    choices: list[Choice] = field(default_factory=list)
+
+    @property
+    def pairs(self) -> list[tuple[Outcome, Choice]]:
+        return list(zip(self.outcomes, self.choices, strict=False))  # the last choice may have come to nothing
+
+
+@dataclass
+class DiaryPilot(Pilot):
+    """Chooses from what it has learnt: another size whenever the last step was a surprise."""
+
+    name: str = "diary"
+    num_candidates: int = 1
+    diaries: list[Diary] = field(default_factory=list)
+
+    def start(self, prefill: PrefillState | None, neighbours: Sequence[Diary] = ()) -> Diary:
+        self.diaries.append(Diary())
+        return self.diaries[-1]
+
+    def choose(self, requests: Sequence[Asked]) -> list[Choice]:
+        return [self._choose(diary, inputs.num_steps) for diary, inputs in requests]
+
+    def _choose(self, diary: Diary, num_steps: int) -> Choice:
+        diary.known.append(len(diary.outcomes))
+        diary.num_steps.append(num_steps)
+        diary.choices.append(Choice(8 if diary.outcomes and diary.outcomes[-1].emitted > 1 else 3))
+        return diary.choices[-1]
+
+    def select(self, requests: Sequence[Drafted]) -> list[Selection]:
+        return select_chains(requests)
+
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            outcome.memory.outcomes.append(outcome)
+
+
+def test_on_a_device_choices_come_one_step_late(tmp_path: Path) -> None:
+    """Step n + 1 is chosen while step n is in flight: with what came of the steps before n."""
+    at_once, late = DiaryPilot(), DiaryPilot()
+    traces = list(run_collect(make_pair(), tmp_path, temperature=1.0))
+    for trace in traces:
+        steps = simulate(trace, at_once)
+        piped = simulate(trace, late, is_pipelined=True)
+        assert sum(step.emitted for step in piped) == sum(step.emitted for step in steps) == trace.num_anchors
+        now, behind = at_once.diaries[-1], late.diaries[-1]
+        for diary, walk in ((now, steps), (behind, piped)):  # choices are taken in the order in which they are made
+            drafted = [step.block_size for step in walk if step.block_size > 1]
+            assert [choice.draft_size for choice in diary.choices][: len(drafted)] == drafted
+            assert diary.known == diary.num_steps, "its inputs are as old as what it knows"
+        assert now.known == list(range(len(now.known))) and len(now.choices) == len(now.outcomes)
+        # one outcome less than steps before it, unless the step before may have been the last: none follows such a one
+        is_followed = [outcome.inputs.num_remaining > choice.draft_size for outcome, choice in behind.pairs]
+        expected = [0, *(number - is_late for number, is_late in enumerate(is_followed, start=1))]
+        assert behind.known == expected[: len(behind.known)] and len(behind.choices) - len(behind.outcomes) <= 1
+    assert max((diary.known for diary in late.diaries), key=len)[:4] == [0, 0, 1, 2]
+
+
+def test_pilots_that_only_look_at_their_inputs_walk_alike_with_a_pipeline(tmp_path: Path) -> None:
+    for trace in run_collect(make_pair(), tmp_path):
+        for pilot in (PlainPilot(), FixedPilot(5), TreePilot(4, draft_size=8)):
+            assert shapes(simulate(trace, pilot, is_pipelined=True)) == shapes(simulate(trace, pilot))
 
 
 def test_the_prefill_is_rebuilt_up_to_its_mass(tmp_path: Path) -> None:

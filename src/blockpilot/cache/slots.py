@@ -84,13 +84,6 @@ class SlotCache:
         self.lengths[slot] = start + len(path)
         self.appended[slot] = 0
 
-    def keep_first(self, slot: int, count: int) -> None:
-        """`keep` of the first open rows, where those that were accepted have been gathered."""
-        if count > self.appended[slot]:
-            raise BlockPilotError(f"KV slot {slot} has {self.appended[slot]} open rows, and {count} are to be kept")
-        self.lengths[slot] += count
-        self.appended[slot] = 0
-
     def extend(self, slot: int, count: int) -> int:
         """Commit `count` rows behind the others at once, filled or to be filled; returns the first."""
         start = self.append(slot, count)

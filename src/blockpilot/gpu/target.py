@@ -104,7 +104,7 @@ class GpuTargetRunner(TargetRunner):
             check = self._check(trees, tap_layers, [params[row] for row, _, _ in rest] if params else ())
             observations, ends = [], []
             for place, (row, slot, ids) in enumerate(rest):
-                self.cache.keep_first(slot, len(ids))
+                self.cache.keep(slot, range(len(ids)))
                 begin = place * check.plan.count
                 end = begin + len(ids)
                 observations.append(Observation(slot, ids, check.taps, range(begin, end)))

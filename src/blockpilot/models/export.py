@@ -1,7 +1,7 @@
 """A target written as a Hugging Face folder, for `transformers`, vLLM, SGLang and training tools.
 
-The folder appears whole or not at all: it is written beside its place and renamed at the end. A small marker file tells
-our exports apart from folders that somebody else filled, which are never touched.
+The folder appears whole or not at all: it is written beside its place and renamed at the end, when an earlier export is
+removed. A small marker file tells our exports apart from folders that somebody else filled, which are never touched.
 """
 
 import json
@@ -70,7 +70,9 @@ def _write_whole(out: Path, write: Callable[[Path], None]) -> Path:
     try:
         write(temporary)
         temporary.chmod(0o755)
-        _take_place(temporary, out)
+        if out.exists():
+            shutil.rmtree(out)
+        os.replace(temporary, out)
     except OSError as error:
         raise BlockPilotError(f"cannot write {out}: {error.strerror}") from error
     finally:
@@ -104,18 +106,3 @@ def _generation_config(target: LoadedTarget) -> dict[str, Any]:
         "pad_token_id": tokenizer.backend.token_to_id(padding) if padding else None,
     }
     return {"do_sample": False} | {key: value for key, value in values.items() if value is not None}
-
-
-def _take_place(temporary: Path, out: Path) -> None:
-    """Move the new folder in; an earlier export steps aside first and is removed last."""
-    if not out.exists():
-        os.replace(temporary, out)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=temporary.parent))
-    try:
-        os.replace(out, aside / "old")
-        os.replace(temporary, out)
-    finally:
-        if not out.exists() and (aside / "old").exists():
-            os.replace(aside / "old", out)
-        shutil.rmtree(aside, ignore_errors=True)

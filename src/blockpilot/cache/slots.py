@@ -90,6 +90,16 @@ class SlotCache:
         self.lengths[slot], self.appended[slot] = start + count, 0
         return start
 
+    def store(self, slots: Sequence[int], counts: Sequence[int], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Commit rows that are known at once: keys and values [sum of counts, H, D] of every layer, slot after slot."""
+        start = 0
+        for slot, count in zip(slots, counts, strict=True):
+            self.append(slot, count)
+            for index, (keys, values) in enumerate(layers):
+                self.write(index, slot, keys[start : start + count], values[start : start + count])
+            self.keep(slot, range(count))
+            start += count
+
     def rewind(self, slot: int, length: int) -> None:
         """Forget every row behind the first `length`: what a drafter kept while it looked ahead."""
         if not 0 <= length <= self.lengths[slot]:

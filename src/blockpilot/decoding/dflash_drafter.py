@@ -60,14 +60,8 @@ class DFlashDrafter:
             for i in range(len(observation.token_ids))
         ]
         layers = self.project_context(taps, torch.tensor(positions, device=self.device))
-        start = 0
-        for observation in observations:
-            count = len(observation.token_ids)
-            self.cache.append(observation.slot, count)
-            for index, (keys, values) in enumerate(layers):
-                self.cache.write(index, observation.slot, keys[start : start + count], values[start : start + count])
-            self.cache.keep(observation.slot, range(count))
-            start += count
+        counts = [len(observation.token_ids) for observation in observations]
+        self.cache.store([observation.slot for observation in observations], counts, layers)
 
     def project_context(self, taps: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Per layer, the keys and values [n, Hkv, D] of committed tokens."""

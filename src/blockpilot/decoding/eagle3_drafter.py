@@ -83,7 +83,7 @@ class Eagle3Drafter:
         if ids:
             packed = torch.tensor([ids, positions], device=self.device)
             rows = self.model.keys_values(self.embed(packed[0]), torch.cat(hidden), packed[1])
-            self._store([observation.slot for observation in observations], counts, rows)
+            self.cache.store([observation.slot for observation in observations], counts, [rows])
         self._wait(observations, fused)  # last: what waited until now has been read
 
     def _state(self, slot: int) -> Tensor:
@@ -96,15 +96,6 @@ class Eagle3Drafter:
             end += len(observation.token_ids)
             self._state(observation.slot).copy_(fused[end - 1 : end])
             self._waiting.add(observation.slot)
-
-    def _store(self, slots: Sequence[int], counts: Sequence[int], rows: tuple[Tensor, Tensor]) -> None:
-        start = 0
-        for slot, count in zip(slots, counts, strict=True):
-            keys, values = (part[start : start + count] for part in rows)
-            self.cache.append(slot, count)
-            self.cache.write(0, slot, keys, values)
-            self.cache.keep(slot, range(count))
-            start += count
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[HostDraft]:

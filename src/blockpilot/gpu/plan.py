@@ -118,7 +118,7 @@ class PassPlan:
     ) -> None:
         """A tree (slot, tree) behind each slot's committed rows; `words` say how its request samples."""
         starts = self.place([slot for slot, _ in trees], lengths, words)
-        self._write_shapes([_tree_shape(tree.parents, self.count) for _, tree in trees], starts)
+        self._write_shapes([tree_shape(tree.parents, self.count) for _, tree in trees], starts)
         ids: list[int] = []
         for _, tree in trees:
             ids += tree.token_ids
@@ -174,7 +174,7 @@ def _pass_inputs(arrays: dict[str, Tensor], num_words: int, context: int) -> Pas
 
 
 @lru_cache(maxsize=4096)
-def _tree_shape(parents: tuple[int, ...], count: int) -> tuple[bytes, bytes]:
+def tree_shape(parents: tuple[int, ...], count: int) -> tuple[bytes, bytes]:
     """The offsets of a tree's tokens from its first and their masks, for `count` tokens: small shapes come again."""
     return _pack_shape(tree_depths(parents), ancestor_bits(parents), count)
 

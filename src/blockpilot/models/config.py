@@ -6,7 +6,7 @@ Readers of what we write disagree on where rotary settings stand: older ones rea
 ones `rope_parameters`. Both are written.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ _SHAPE_KEYS = {  # ours and theirs
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
 }
+_SUPPORTED = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
 
 
@@ -88,7 +89,7 @@ def parse_decoder_config(raw: dict[str, Any], where: str) -> DecoderConfig:
 
 def parse_layer_shapes(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """The keys that targets and drafters share."""
-    _refuse_unsupported(raw, where)
+    require_values(raw, _SUPPORTED, where)
     with naming_keys(where):
         shapes: dict[str, Any] = {ours: int(raw[theirs]) for ours, theirs in _SHAPE_KEYS.items()}
         num_heads = shapes["num_heads"]
@@ -114,12 +115,12 @@ def naming_keys(where: str) -> Iterator[None]:
         raise InputError(f"{where}: {error}") from error
 
 
-def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if raw.get(key):
-            raise InputError(f"{where}: {key}={raw[key]!r} is not supported (only false)")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise InputError(f"{where}: hidden_act={raw['hidden_act']!r} is not supported (only 'silu')")
+def require_values(raw: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
+    """Refuse options that are given, and have another value than the one we can run."""
+    for key, value in wanted.items():
+        given = raw.get(key)
+        if given is not None and (bool(given) if value is False else given != value):
+            raise InputError(f"{where}: {key}={given!r} is not supported (only {str(value).lower()})")
 
 
 def _parse_rope(raw: dict[str, Any], where: str) -> RopeConfig:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.config import DecoderConfig, layer_shapes_dict, naming_keys, parse_layer_shapes
+from blockpilot.models.config import DecoderConfig, layer_shapes_dict, naming_keys, parse_layer_shapes, require_values
 from blockpilot.models.dflash import DFlash, DFlashConfig
 from blockpilot.models.loading import resolve_folder
 from blockpilot.models.tensor_files import read_safetensors_folder
@@ -27,8 +27,8 @@ from blockpilot.models.weights import (
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 HEAD_ROWS = "draft_token_ids"
-_UNSUPPORTED = ("use_swa", "causal", "is_causal", "final_logit_softcapping")
-_UNIT_SCALES = ("input_embedding_scale", "output_multiplier")
+_SUPPORTED: dict[str, Any] = dict.fromkeys(("use_swa", "causal", "is_causal", "final_logit_softcapping"), False)
+_SUPPORTED |= {"input_embedding_scale": 1, "output_multiplier": 1}
 _TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")  # speculators may store them; never trained
 
 
@@ -77,7 +77,7 @@ def parse_dflash_config(raw: dict[str, Any], where: str) -> DFlashConfig:
     if raw.get("speculators_model_type"):
         raw = _from_speculators(raw, where)
     options = raw.get("dflash_config") or {}
-    _refuse_unsupported(options, where)
+    require_values(options, _SUPPORTED, f"{where}: dflash_config")
     with naming_keys(where):
         return DFlashConfig(
             layers=DecoderConfig(architecture="qwen3", is_tied=True, **parse_layer_shapes(raw, where)),
@@ -116,15 +116,6 @@ def dflash_config_dict(config: DFlashConfig, dtype: torch.dtype) -> dict[str, An
         "eos_token_id": shapes.eos_token_ids[0] if shapes.eos_token_ids else None,
         **layer_shapes_dict(shapes),
     }
-
-
-def _refuse_unsupported(options: dict[str, Any], where: str) -> None:
-    for key in _UNSUPPORTED:
-        if options.get(key):
-            raise InputError(f"{where}: dflash_config.{key}={options[key]!r} is not supported")
-    for key in _UNIT_SCALES:
-        if options.get(key) not in (None, 1, 1.0):
-            raise InputError(f"{where}: dflash_config.{key}={options[key]!r} is not supported (only 1)")
 
 
 def _from_speculators(raw: dict[str, Any], where: str) -> dict[str, Any]:

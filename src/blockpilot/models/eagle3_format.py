@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.config import DecoderConfig, layer_shapes_dict, parse_layer_shapes
+from blockpilot.models.config import DecoderConfig, layer_shapes_dict, parse_layer_shapes, require_values
 from blockpilot.models.eagle3 import NUM_TAPS, Eagle3, Eagle3Config
 from blockpilot.models.loading import resolve_folder
 from blockpilot.models.packing import quantize_linears
@@ -86,10 +86,11 @@ def parse_eagle3_config(raw: dict[str, Any], where: str, *, num_target_layers: i
     names = raw.get("architectures") or []
     if not any(name in ARCHITECTURES for name in names):
         raise InputError(f"{where}: {names} is no EAGLE-3 drafter; known: {', '.join(ARCHITECTURES)}")
-    _refuse_unsupported(raw, where)
-    shapes = parse_layer_shapes(_layer_keys(raw, where), where)
-    if shapes["num_layers"] != 1:
-        raise InputError(f"{where}: num_hidden_layers={shapes['num_layers']} is not supported (only 1)")
+    require_values(raw, dict.fromkeys(_UNSUPPORTED, False), where)
+    require_values(raw.get("eagle_config") or {}, {"use_aux_hidden_state": True}, f"{where}: eagle_config")
+    keys = _layer_keys(raw, where)
+    shapes = parse_layer_shapes(keys, where)
+    require_values(keys, {"num_hidden_layers": 1}, where)
     depth = int(raw.get("num_target_layers") or num_target_layers)
     config = Eagle3Config(
         layers=DecoderConfig(architecture="llama", is_tied=False, **shapes),
@@ -134,8 +135,7 @@ def _layer_keys(raw: dict[str, Any], where: str) -> dict[str, Any]:
         keys = raw.get("transformer_layer_config") or {}
         if not keys:
             raise InputError(f"{where}: key 'transformer_layer_config' is missing")
-    if keys.get("model_type", "llama") != "llama":
-        raise InputError(f"{where}: model_type={keys['model_type']!r} is not supported (only 'llama')")
+    require_values(keys, {"model_type": "llama"}, where)
     return keys
 
 
@@ -151,14 +151,6 @@ def _tap_layers(raw: dict[str, Any], where: str, depth: int) -> tuple[int, ...]:
     if len(layers) != NUM_TAPS:
         raise InputError(f"{where}: {TAP_KEY} must name {NUM_TAPS} layers, got {len(layers)}")
     return tuple(int(layer) for layer in layers)
-
-
-def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
-    for key in _UNSUPPORTED:
-        if raw.get(key):
-            raise InputError(f"{where}: {key}={raw[key]!r} is not supported")
-    if (raw.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
-        raise InputError(f"{where}: eagle_config.use_aux_hidden_state=False is not supported (only true)")
 
 
 def _read_vocabulary(tensors: Mapping[str, Tensor], config: Eagle3Config, where: str) -> Tensor:

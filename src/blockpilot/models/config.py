@@ -22,6 +22,12 @@ _SHAPE_KEYS = {  # ours and theirs
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
 }
+_ROPE_KEYS = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_context_length": "original_max_position_embeddings",
+}
 _SUPPORTED = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
 
@@ -130,16 +136,8 @@ def _parse_rope(raw: dict[str, Any], where: str) -> RopeConfig:
     if kind not in ("default", "linear", "llama3"):
         raise InputError(f"{where}: rope type {kind!r} is not supported; known: default, linear, llama3")
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=float(scaling.get("factor", 1.0)),
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        original_context_length=int(scaling.get("original_max_position_embeddings", 8192)),
-    )
+    given = {ours: scaling[theirs] for ours, theirs in _ROPE_KEYS.items() if kind != "default" and theirs in scaling}
+    return RopeConfig(theta=theta, kind=kind, **given)
 
 
 def _parse_moe(raw: dict[str, Any], where: str) -> MoeConfig:
@@ -199,12 +197,10 @@ def layer_shapes_dict(config: DecoderConfig) -> dict[str, Any]:
 
 def _rope_dict(rope: RopeConfig) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": rope.kind}
-    if rope.kind != "default":
+    if rope.kind == "linear":
         scaling["factor"] = rope.factor
-    if rope.kind == "llama3":
-        scaling["low_freq_factor"] = rope.low_freq_factor
-        scaling["high_freq_factor"] = rope.high_freq_factor
-        scaling["original_max_position_embeddings"] = rope.original_context_length
+    elif rope.kind == "llama3":
+        scaling |= {theirs: getattr(rope, ours) for ours, theirs in _ROPE_KEYS.items()}
     return {
         "rope_theta": rope.theta,
         "rope_scaling": None if rope.kind == "default" else scaling,

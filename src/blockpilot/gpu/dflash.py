@@ -131,13 +131,7 @@ class GpuDFlashDrafter(DFlashDrafter):
         """Into the plan of a pass, which must not be on its way."""
         for request in requests:
             self.cache.append(request.slot, request.block_size)
-        draft.plan.write_blocks(
-            [request[:4] for request in requests],  # slot, anchor, position, size
-            self.cache.lengths,
-            [request.params.words for request in requests],
-            self.model.config.mask_token_id,
-            [request.limits for request in requests],
-        )
+        draft.plan.write_blocks(requests, self.cache.lengths, self.model.config.mask_token_id)
 
     def _find_draft(self, num_requests: int, count: int, context: int, width: int) -> DraftPass:
         key = (num_requests, count, context, width)

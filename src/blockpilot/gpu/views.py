@@ -57,15 +57,18 @@ class RecordedViews:
         num_extra = num_requests - len(observations)
         starts = [self.cache.extend(one.slot, len(one.token_ids)) for one in observations] + [0] * num_extra
         slots = [one.slot for one in observations] + [self._spare_slot] * num_extra
-        last_rows = [row * count + len(one.token_ids) - 1 for row, one in enumerate(observations)] + [0] * num_extra
         rows: list[int] = []
         ids: list[int] = []
-        for one in observations:
-            rounding = [0] * (count - len(one.token_ids))
-            rows += (*(one.rows or ()), *rounding)
-            ids += (*one.token_ids, *rounding)
+        last_rows: list[int] = []
+        for _, token_ids, _, own_rows in observations:
+            last_rows.append(len(ids) + len(token_ids) - 1)
+            rounding = [0] * (count - len(token_ids))
+            rows += own_rows or ()
+            rows += rounding
+            ids += token_ids
+            ids += rounding
         rounding = [0] * (num_extra * count)
-        staging.write([*rows, *rounding, *ids, *rounding, *slots, *starts, *last_rows])
+        staging.write([*rows, *rounding, *ids, *rounding, *slots, *starts, *last_rows, *[0] * num_extra])
         positions = staging.host["positions"].reshape(num_requests, count)
         np.add(np.array(starts, np.int32)[:, None], self._offsets[:count], out=positions)
         run()

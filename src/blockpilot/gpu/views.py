@@ -68,7 +68,8 @@ class RecordedViews:
             ids += token_ids
             ids += rounding
         rounding = [0] * (num_extra * count)
-        staging.write([*rows, *rounding, *ids, *rounding, *slots, *starts, *last_rows, *[0] * num_extra])
+        staging.write([*rows, *rounding, *ids, *rounding])
+        staging.write([*slots, *starts, *last_rows, *[0] * num_extra], 3 * num_requests * count)
         positions = staging.host["positions"].reshape(num_requests, count)
         np.add(np.array(starts, np.int32)[:, None], self._offsets[:count], out=positions)
         run()
@@ -81,10 +82,10 @@ class RecordedViews:
                 self._device,
                 rows=all_of,  # of the taps
                 token_ids=all_of,
+                positions=all_of,
                 slots=each,
                 starts=each,
                 last_rows=each,  # each request's last token among all of them
-                positions=all_of,
             )
             staging.host["slots"][:] = self._spare_slot
 

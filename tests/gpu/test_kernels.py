@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockpilot.gpu import reference
 from blockpilot.gpu.interface import (
     AttentionLayer,
     ContextLayers,
@@ -17,6 +16,7 @@ from blockpilot.gpu.interface import (
     Rope,
     Selector,
 )
+from tests import reference_kernels as reference
 from tests.gpu.conftest import DEVICE
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from blockpilot.core.draft import Draft
-from blockpilot.gpu import reference
 from blockpilot.gpu.interface import (
     REPORT,
     AcceptedRows,
@@ -16,6 +15,7 @@ from blockpilot.gpu.interface import (
     TreeRules,
 )
 from blockpilot.pilots.calibration import MAX_NEGATED, MAX_PROBABILITY, MIN_LOG_PROB
+from tests import reference_kernels as reference
 from tests.gpu.conftest import DEVICE
 
 pytestmark = pytest.mark.gpu

@@ -1,6 +1,6 @@
 """What a pass on a device is made of: the kernels, and the arrays that they read and write.
 
-`kernels/` has them in Triton, `reference.py` in plain PyTorch. Recorded passes run with either.
+`kernels/` has them in Triton. Tests have them in plain PyTorch, and run the passes with those on a CPU.
 """
 
 from dataclasses import dataclass
@@ -207,9 +207,6 @@ class Kernels(Protocol):
     def convolve(self, x: Tensor, convolution: Convolution) -> Tensor:
         """The convolution's first side: what the sublayer reads."""
 
-    def gate(self, gate_up: Parts, dtype: torch.dtype) -> Tensor:
-        """silu(gate) * up of a product made elsewhere."""
-
     def rotate_store(
         self, qkv: Parts, layer: AttentionLayer, positions: Tensor, slots: Tensor, starts: Tensor
     ) -> Tensor:
@@ -280,12 +277,12 @@ class Kernels(Protocol):
         """
 
 
+OTHER_KERNELS: dict[str, Kernels] = {}  # by the type of a device that is no GPU
+
+
 def find_kernels(device: torch.device) -> Kernels:
-    """Those of a device: compiled on a GPU, the reference anywhere else."""
-    if device.type == "cuda":
-        from blockpilot.gpu import kernels
+    if device.type in OTHER_KERNELS:
+        return OTHER_KERNELS[device.type]
+    from blockpilot.gpu import kernels
 
-        return kernels
-    from blockpilot.gpu import reference
-
-    return reference
+    return kernels

@@ -7,16 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockpilot.gpu.interface import OTHER_KERNELS
-from tests import reference_kernels
-
 MARKERS = ("real_model: needs the real SmolLM2 file, downloaded if it is not cached", "gpu: needs a GPU", "slow: long")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
-    OTHER_KERNELS["cpu"] = reference_kernels  # the passes of a GPU run here, too
     torch.set_num_threads(1)  # tests run side by side; tiny models gain nothing from more
 
 

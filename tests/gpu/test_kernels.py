@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockpilot.gpu import reference
 from blockpilot.gpu.interface import (
     AttentionLayer,
     ContextLayers,
@@ -16,7 +17,6 @@ from blockpilot.gpu.interface import (
     Rope,
     Selector,
 )
-from tests import reference_kernels as reference
 from tests.gpu.conftest import DEVICE
 
 pytestmark = pytest.mark.gpu

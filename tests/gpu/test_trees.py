@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.core.draft import Draft
+from blockpilot.gpu import reference
 from blockpilot.gpu.interface import (
     REPORT,
     AcceptedRows,
@@ -15,7 +16,6 @@ from blockpilot.gpu.interface import (
     TreeRules,
 )
 from blockpilot.pilots.calibration import MAX_NEGATED, MAX_PROBABILITY, MIN_LOG_PROB
-from tests import reference_kernels as reference
 from tests.gpu.conftest import DEVICE
 
 pytestmark = pytest.mark.gpu

@@ -1,6 +1,6 @@
 """What a pass on a device is made of: the kernels, and the arrays that they read and write.
 
-`kernels/` has them in Triton. Tests have them in plain PyTorch, and run the passes with those on a CPU.
+`kernels/` has them in Triton, `reference.py` in plain PyTorch. Recorded passes run with either.
 """
 
 from dataclasses import dataclass
@@ -277,12 +277,12 @@ class Kernels(Protocol):
         """
 
 
-OTHER_KERNELS: dict[str, Kernels] = {}  # by the type of a device that is no GPU
-
-
 def find_kernels(device: torch.device) -> Kernels:
-    if device.type in OTHER_KERNELS:
-        return OTHER_KERNELS[device.type]
-    from blockpilot.gpu import kernels
+    """Those of a device: compiled on a GPU, the reference anywhere else."""
+    if device.type == "cuda":
+        from blockpilot.gpu import kernels
 
-    return kernels
+        return kernels
+    from blockpilot.gpu import reference
+
+    return reference

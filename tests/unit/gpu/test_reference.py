@@ -9,10 +9,10 @@ from blockpilot.core.draft import Draft, HostDraft
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.verification import accept
 from blockpilot.gpu.interface import REPORT, AcceptedRows, CheckedTrees, NextBlocks, PassInputs, TreeLimits, TreeRules
+from blockpilot.gpu.reference import accept_trees, grow_trees
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.forecast import HEAD
 from blockpilot.pilots.growth import GrowthRules, falling_costs, grow_tree
-from tests.reference_kernels import accept_trees, grow_trees
 from tests.unit.pilots.pieces import random_draft
 
 SIZE, ANCHOR, START = 40, 7, 1000

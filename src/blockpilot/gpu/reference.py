@@ -1,7 +1,6 @@
-"""What the kernels of a recorded pass compute, in plain PyTorch: the truth that `gpu/kernels/` is tested against.
+"""What the kernels of a recorded pass compute, in plain PyTorch: the truth that `kernels/` is tested against.
 
-With these the passes of a GPU run on a CPU, where all tests of `gpu/` but those of the kernels run them.
-`gpu/interface.py` says what each one does.
+With these recorded passes run on any device. `interface.py` says what each one does.
 """
 
 from collections.abc import Iterable

@@ -74,15 +74,15 @@ class LLM:
 
     @property
     def costs(self) -> StepCosts:
-        """What steps cost on this machine; the first call may measure for a second or two.
-
-        Measuring needs slots: where requests hold them, these are answered first, and nobody else is admitted.
-        """
+        """What steps cost on this machine; the first call may measure for a second or two."""
         if self._costs is None:
-            while self._mail and self.engine.scheduler.is_running:
-                self._deliver(self.engine.step(may_admit=False))
             self._costs = ensure_costs(self)
         return self._costs
+
+    def make_room(self, num_slots: int) -> None:
+        """Answer requests until so many slots are free, and admit nobody meanwhile; updates wait for their callers."""
+        while self.engine.runner.cache.num_free < num_slots and self.engine.scheduler.is_running:
+            self._deliver(self.engine.step(may_admit=False))
 
     def prepare(
         self,

@@ -27,11 +27,12 @@ IDENTITY = ("target", "shape", "drafter", "device", "dtype", "backend", "kernels
 def ensure_costs(llm: "LLM") -> StepCosts:
     """This machine's costs: remembered where they cover the engine's batches, else measured quickly and remembered."""
     is_gpu = llm.device_type == "cuda"
-    batch_sizes = usual_batch_sizes(llm.engine.runner.cache.num_free) if is_gpu else (1,)
+    batch_sizes = usual_batch_sizes(llm.config.num_slots) if is_gpu else (1,)
     known = load_profile(profile_key(llm))
     if known is not None and (not is_gpu or _covers(known, batch_sizes)):
         return known
     plan = ProfilePlan.quick(batch_sizes, (min(256, llm.engine.context_length // 2),), is_gpu=is_gpu)
+    llm.make_room(max(batch_sizes))
     costs = measure(llm, plan)
     if costs.key["num_rounds"] < plan.num_rounds or costs.fit_error.leave_one_out > MAX_ERROR:
         logger.warning("step costs are uncertain because the machine is busy; they are not remembered")

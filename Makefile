@@ -19,13 +19,14 @@ STAMP := $(VENV)/.blockpilot-installed
 VLLM_STAMP := $(VLLM_VENV)/.vllm-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm quality bench clean
+.PHONY: help setup demo test test-vllm test-wheel quality bench clean
 
 help:
 	@echo "make setup    create $(VENV) and install BlockPilot with its development tools"
 	@echo "make demo     answer a prompt with the default model"
 	@echo "make test     run the tests"
 	@echo "make test-vllm  the tests of the vLLM plugin, with vLLM for CPUs in $(VLLM_VENV)"
+	@echo "make test-wheel  build the wheel, install it into an empty environment and answer a prompt with it"
 	@echo "make quality  lint, check format, types and layers"
 	@echo "make bench    CPU step costs against transformers, then a quick table of methods and tasks"
 	@echo "make clean    remove caches and build output ($(VENV) stays)"
@@ -61,6 +62,14 @@ $(VLLM_STAMP): constraints-vllm.txt
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps -e .
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(VLLM_PYTEST_FLAGS)
+
+# What a user gets who has no copy of this folder: nothing of it may be needed, and nothing installed here.
+test-wheel:
+	rm -rf build/wheel build/wheel-env
+	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	$(PYTHON) -m venv build/wheel-env
+	build/wheel-env/bin/python -m pip install --quiet --quiet --disable-pip-version-check build/wheel/*.whl $(PIP_FLAGS)
+	cd build && wheel-env/bin/blockpilot generate "Name a prime number." --max-new-tokens 24
 
 quality: $(STAMP)
 	$(BIN)/ruff check .

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from blockpilot.models.dflash_format import load_dflash
-from blockpilot.models.eagle3_format import load_eagle3
+from blockpilot.models.drafter_files import load_drafter
 from blockpilot.models.loading import LoadedTarget
 from blockpilot.text.prompts import read_prompts
 from blockpilot.training.bulk_generation import BulkGenerator, Row
@@ -54,10 +53,7 @@ def answer(
 
 def evaluate(target: LoadedTarget, folder: str, texts: ResponseSet, block_size: int) -> TauReport:
     weight = target.decoder.embed_tokens.weight
-    if "Eagle3" in (Path(folder) / "config.json").read_text(encoding="utf-8"):
-        model = load_eagle3(folder, weight.dtype, num_target_layers=target.decoder.config.num_layers)
-    else:
-        model = load_dflash(folder, weight.dtype)
+    model = load_drafter(folder, weight.dtype, num_target_layers=target.decoder.config.num_layers)
     width = int(texts.lengths.max())
     return evaluate_drafter(
         model.to(weight.device), target.decoder, texts, block_size=block_size, width=width, batch_size=8

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from blockpilot.core.device import Placement
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.target import TargetRunner
 from blockpilot.gpu.dflash import GpuDFlashDrafter
@@ -82,9 +83,9 @@ def make_drafter(config: DecoderConfig, dtype: torch.dtype) -> DFlash:
 def make_engine(
     decoder: Decoder, model: DFlash, batch: int, context: int, dtype: torch.dtype
 ) -> tuple[GpuTargetRunner, GpuDFlashDrafter]:
-    options: dict[str, Any] = {"context_length": context + 256, "device": DEVICE, "dtype": dtype}
-    runner = GpuTargetRunner(decoder, num_slots=batch, **options)
-    drafter = GpuDFlashDrafter(model, embed=decoder.embed_tokens, head=decoder.lm_head, num_slots=batch, **options)
+    placement = Placement(num_slots=batch, context_length=context + 256, device=DEVICE, dtype=dtype)
+    runner = GpuTargetRunner(decoder, placement)
+    drafter = GpuDFlashDrafter(model, placement, embed=decoder.embed_tokens, head=decoder.lm_head)
     runner.cache.rows.normal_()
     drafter.cache.rows.normal_()
     return runner, drafter

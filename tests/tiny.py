@@ -10,7 +10,9 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from blockpilot.cache.slots import SlotCache
 from blockpilot.core.config import MAX_BLOCK_SIZE, EngineConfig
+from blockpilot.core.device import Placement
 from blockpilot.core.draft import Draft, HostDraft
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest, Observation
@@ -62,6 +64,16 @@ def make_decoder(name: str = "llama", seed: int = 0) -> Decoder:
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.35 if parameter.dim() > 1 else 1.0)
     return decoder
+
+
+def make_placement(num_slots: int = 4, context_length: int = CONTEXT_LENGTH) -> Placement:
+    device = torch.device("cpu")
+    return Placement(num_slots=num_slots, context_length=context_length, device=device, dtype=torch.float32)
+
+
+def make_cache(*, num_slots: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim: int) -> SlotCache:
+    shapes = replace(_BASE, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    return SlotCache(shapes, make_placement(num_slots, capacity), num_open=0)
 
 
 def make_tokenizer() -> Tokenizer:

@@ -30,17 +30,16 @@ class RaisingPilot(FixedPilot):
         if self.stage == stage:
             raise RuntimeError(f"broken on purpose in {stage}")
 
-    def start(self, prefill):
+    def start(self, prefill, neighbours=()):
         self._fail("start")
-        return self
 
-    def choose(self, inputs):
+    def choose(self, requests):
         self._fail("choose")
-        return super().choose(inputs)
+        return super().choose(requests)
 
-    def select(self, inputs, candidates):
+    def select(self, requests):
         self._fail("select")
-        return super().select(inputs, candidates)
+        return super().select(requests)
 
 
 def counts(engine):
@@ -134,7 +133,7 @@ def test_an_aborted_request_leaves_the_others_alone(engine, plain_answers, steer
     assert [answers[f"abort-{index}"] for index in (0, 2, 3)] == [plain_answers[index] for index in (0, 2, 3)]
     assert len(answers["abort-1"]) < NUM_TOKENS
     ask(engine, [PROMPTS[0]])
-    assert len(steering.flights) == 1  # what was remembered of finished and aborted requests is gone
+    assert len(steering.requests) == 1  # what was remembered of finished and aborted requests is gone
 
 
 @pytest.mark.parametrize("stage", ["start", "choose", "select"])

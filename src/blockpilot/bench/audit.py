@@ -22,6 +22,7 @@ from blockpilot.bench.answers import Answer
 from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.measuring import explain_shortage
 from blockpilot.bench.plan import encode_turn
+from blockpilot.core.device import Placement
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.target import TargetRunner
 from blockpilot.engine.llm import LLM
@@ -145,8 +146,8 @@ class _Judge:
     @cached_property
     def _exact_runner(self) -> TargetRunner:
         runner, context = self.llm.engine.runner, self.llm.engine.context_length
-        decoder = copy.deepcopy(runner.decoder).float()
-        return TargetRunner(decoder, num_slots=1, context_length=context, device=runner.device, dtype=torch.float32)
+        placement = Placement(num_slots=1, context_length=context, device=runner.device, dtype=torch.float32)
+        return TargetRunner(copy.deepcopy(runner.decoder).float(), placement)
 
 
 def _differ(ours: Answer, position: int, *, gap: float | None = None, **verdict: Any) -> Difference:

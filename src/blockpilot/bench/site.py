@@ -20,18 +20,16 @@ from blockpilot.bench.methods import DRAFTER_OPTIONS, NO_DRAFTER, Method
 from blockpilot.bench.plan import Fit, Round, fit_prompts
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.config import EngineConfig
-from blockpilot.core.device import resolve_device
 from blockpilot.core.errors import InputError
 from blockpilot.core.progress import Progress
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import Drafter
 from blockpilot.decoding.eagle3_drafter import Eagle3Drafter
-from blockpilot.engine.assemble import build_drafter
-from blockpilot.engine.llm import LLM, resolve_context
+from blockpilot.engine.assemble import build_drafter, place_target
+from blockpilot.engine.llm import LLM
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.eagle3 import Eagle3
 from blockpilot.models.loading import LoadedTarget, load_target
-from blockpilot.models.packing import choose_backend
 from blockpilot.text.detokenizer import IncrementalDetokenizer
 from blockpilot.text.tokenizer import Tokenizer
 
@@ -48,19 +46,10 @@ def build_llms(
     Drafters may copy rows of the target's head, so all are built before the first `LLM` packs the target's weights; the
     others find them packed. `costs`: step costs for pilots that weigh them, measured with the DFlash drafter.
     """
-    device, dtype = resolve_device(config.device), getattr(torch, config.dtype)
-    loaded.decoder.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    placement = place_target(loaded.decoder, config)
     built: dict[str, Drafter | None] = {NO_DRAFTER: None}
     for kind, spec in drafters.items():
-        built[kind] = build_drafter(
-            spec,
-            loaded.decoder,
-            config=config,
-            context_length=resolve_context(config.context_length, loaded.decoder.config.context_length),
-            device=device,
-            dtype=dtype,
-            backend=choose_backend(config.linear_backend, device, dtype),
-        )
+        built[kind] = build_drafter(spec, loaded.decoder, placement)
         if isinstance(spec, str) and kind in _KINDS and not isinstance(built[kind], _KINDS[kind]):
             raise InputError(f"{DRAFTER_OPTIONS[kind]} {spec} is no {kind} drafter")
     return {

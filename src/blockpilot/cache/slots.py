@@ -12,26 +12,21 @@ from operator import ge
 import torch
 from torch import Tensor
 
+from blockpilot.core.device import Placement
 from blockpilot.core.errors import BlockPilotError
+from blockpilot.models.config import DecoderConfig
 
 
 class SlotCache:
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_slots: int,
-        num_kv_heads: int,
-        head_dim: int,
-        capacity: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        num_spare: int = 0,
-    ) -> None:
-        """`num_spare` slots more are never reserved: passes of a fixed shape let rows that nobody wants write there."""
-        shape = (num_layers, 2, num_slots + num_spare, num_kv_heads, capacity, head_dim)
-        self.rows = torch.empty(shape, dtype=dtype, device=device)  # untouched pages cost no memory on a CPU
-        self.capacity = capacity
+    def __init__(self, layers: DecoderConfig, placement: Placement, *, num_open: int, num_spare: int = 0) -> None:
+        """A slot has room for a whole context and `num_open` rows of a pass behind it.
+
+        `num_spare` slots more are never reserved: passes of a fixed shape let rows that nobody wants write there.
+        """
+        num_slots, self.capacity = placement.num_slots, placement.context_length + num_open
+        shape = (layers.num_layers, 2, num_slots + num_spare, layers.num_kv_heads, self.capacity, layers.head_dim)
+        # untouched pages cost no memory on a CPU
+        self.rows = torch.empty(shape, dtype=placement.dtype, device=placement.device)
         self.lengths = [0] * num_slots
         self.appended = [0] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
@@ -89,18 +84,21 @@ class SlotCache:
         self.lengths[slot] = start + len(path)
         self.appended[slot] = 0
 
-    def keep_first(self, slot: int, count: int) -> None:
-        """`keep` of the first open rows, where those that were accepted have been gathered."""
-        if count > self.appended[slot]:
-            raise BlockPilotError(f"KV slot {slot} has {self.appended[slot]} open rows, and {count} are to be kept")
-        self.lengths[slot] += count
-        self.appended[slot] = 0
-
     def extend(self, slot: int, count: int) -> int:
         """Commit `count` rows behind the others at once, filled or to be filled; returns the first."""
         start = self.append(slot, count)
         self.lengths[slot], self.appended[slot] = start + count, 0
         return start
+
+    def store(self, slots: Sequence[int], counts: Sequence[int], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Commit rows that are known at once: keys and values [sum of counts, H, D] of every layer, slot after slot."""
+        start = 0
+        for slot, count in zip(slots, counts, strict=True):
+            self.append(slot, count)
+            for index, (keys, values) in enumerate(layers):
+                self.write(index, slot, keys[start : start + count], values[start : start + count])
+            self.keep(slot, range(count))
+            start += count
 
     def rewind(self, slot: int, length: int) -> None:
         """Forget every row behind the first `length`: what a drafter kept while it looked ahead."""

@@ -1,9 +1,14 @@
-"""Settings of one engine, and the only place that reads environment variables."""
+"""Settings of one engine, where things are kept, and the only place that reads environment variables."""
 
+import hashlib
+import json
 import os
+import platform
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from blockpilot.core.errors import InputError
 
@@ -17,6 +22,21 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "blockpilot"
+
+
+def profile_file(name: str, key: Mapping[str, Any]) -> Path:
+    """Where step costs are remembered: the file is named after everything that they depend on."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    slug = re.sub(r"[^a-zA-Z0-9.]+", "-", name).strip("-")
+    return cache_dir() / "profiles" / f"{slug}-{digest}.json"
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def chosen_pilot() -> str | None:

@@ -1,9 +1,22 @@
-"""From the name of a device to PyTorch's own: the only file of this layer that imports PyTorch."""
+"""Where models run, in PyTorch's own words: the only file of this layer that imports PyTorch."""
+
+from dataclasses import dataclass
 
 import torch
 
 from blockpilot.core.config import device_type
 from blockpilot.core.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What all models of an engine share: `EngineConfig`, resolved for this machine and this target."""
+
+    num_slots: int
+    context_length: int
+    device: torch.device
+    dtype: torch.dtype
+    linear_backend: str = "plain"
 
 
 def resolve_device(name: str) -> torch.device:

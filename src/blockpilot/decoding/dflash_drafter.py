@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from blockpilot.cache.attention import RaggedAttention, Segment
 from blockpilot.cache.slots import SlotCache
 from blockpilot.core.config import MAX_BLOCK_SIZE
+from blockpilot.core.device import Placement
 from blockpilot.core.draft import Draft, HostDraft
 from blockpilot.decoding.drafter import DraftRequest, Observation, join_taps
 from blockpilot.models.dflash import DFlash
@@ -22,44 +23,33 @@ from blockpilot.models.packing import pack_linear, pack_linears, quantize_linear
 
 
 class DFlashDrafter:
+    num_spare = 0  # slots for rows that only round up a pass
+
     def __init__(
         self,
         model: DFlash,
+        placement: Placement,
         *,
         embed: Callable[[Tensor], Tensor],
         head: Callable[[Tensor], Tensor],
-        num_slots: int,
-        context_length: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        linear_backend: str = "plain",
         name: str = "dflash",
-        num_spare: int = 0,
     ) -> None:
+        """`embed` and `head` are the target's; the head may have those rows alone that the drafter looks at."""
         self.name = name
         self.block_size = model.config.block_size
         self.max_block_size = MAX_BLOCK_SIZE
         self.tap_layers = model.config.tap_layers
-        self.model, self.embed, self.head, self.device = model, embed, head, device
-        self.token_ids = None if model.draft_token_ids is None else model.draft_token_ids.to(device)
+        self.model, self.embed, self.head, self.device = model, embed, head, placement.device
+        self.token_ids = None if model.draft_token_ids is None else model.draft_token_ids.to(self.device)
         weight = model.context_weight()
         projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         projection.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        if linear_backend == "blocks":  # a rounded drafter drafts as well, and its weights are read at every step
+        backend = placement.linear_backend
+        if backend == "blocks":  # a rounded drafter drafts as well, and its weights are read at every step
             quantize_linears(nn.ModuleList([model, projection]))
-        self.context_projection = pack_linear(projection, linear_backend)
-        pack_linears(model, linear_backend)
-        shapes = model.config.layers
-        self.cache = SlotCache(
-            num_layers=shapes.num_layers,
-            num_slots=num_slots,
-            num_kv_heads=shapes.num_kv_heads,
-            head_dim=shapes.head_dim,
-            capacity=context_length + MAX_BLOCK_SIZE,
-            dtype=dtype,
-            device=device,
-            num_spare=num_spare,
-        )
+        self.context_projection = pack_linear(projection, backend)
+        pack_linears(model, backend)
+        self.cache = SlotCache(model.config.layers, placement, num_open=MAX_BLOCK_SIZE, num_spare=self.num_spare)
 
     @torch.inference_mode()
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -70,14 +60,8 @@ class DFlashDrafter:
             for i in range(len(observation.token_ids))
         ]
         layers = self.project_context(taps, torch.tensor(positions, device=self.device))
-        start = 0
-        for observation in observations:
-            count = len(observation.token_ids)
-            self.cache.append(observation.slot, count)
-            for index, (keys, values) in enumerate(layers):
-                self.cache.write(index, observation.slot, keys[start : start + count], values[start : start + count])
-            self.cache.keep(observation.slot, range(count))
-            start += count
+        counts = [len(observation.token_ids) for observation in observations]
+        self.cache.store([observation.slot for observation in observations], counts, layers)
 
     def project_context(self, taps: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Per layer, the keys and values [n, Hkv, D] of committed tokens."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from blockpilot.cache.attention import RaggedAttention, Segment
 from blockpilot.cache.slots import SlotCache
+from blockpilot.core.device import Placement
 from blockpilot.core.draft import HostDraft
 from blockpilot.decoding.drafter import DraftRequest, Observation, join_taps
 from blockpilot.decoding.eagle3_growth import GrowingTree
@@ -31,46 +32,34 @@ BLOCK_SIZE = 8
 
 
 class Eagle3Drafter:
+    block_size, max_block_size = BLOCK_SIZE, MAX_BLOCK_SIZE
+    num_spare = 0  # slots for rows that only round up a pass
+
     def __init__(
         self,
         model: Eagle3,
+        placement: Placement,
         *,
         embed: Callable[[Tensor], Tensor],
-        num_slots: int,
-        context_length: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        linear_backend: str = "plain",
-        block_size: int = BLOCK_SIZE,
+        name: str = "eagle3",
         tree_width: int = 8,
         tree_children: int = 8,
-        name: str = "eagle3",
-        num_spare: int = 0,
     ) -> None:
         """`embed` is the target's embedding, used unless the checkpoint has its own.
 
         Trees expand the `tree_width` best nodes of each depth into `tree_children` children each.
         """
         self.name = name
-        self.block_size, self.max_block_size = block_size, MAX_BLOCK_SIZE
         self.tap_layers = model.config.tap_layers
         self.tree_width, self.tree_children = tree_width, tree_children
-        self.model, self.device = model, device
+        self.model, self.device = model, placement.device
         self.embed = embed if model.embed_tokens is None else model.embed_tokens
-        self.token_ids = model.draft_token_ids.to(device)
-        pack_linears(model, linear_backend)
-        shapes = model.config.layers
-        self.cache = SlotCache(
-            num_layers=1,
-            num_slots=num_slots,
-            num_kv_heads=shapes.num_kv_heads,
-            head_dim=shapes.head_dim,
-            capacity=context_length + 1 + (MAX_BLOCK_SIZE - 2) * tree_width,
-            dtype=dtype,
-            device=device,
-            num_spare=num_spare,
-        )
-        self._states = torch.zeros(num_slots + num_spare, shapes.hidden_size, dtype=dtype, device=device)
+        self.token_ids = model.draft_token_ids.to(self.device)
+        pack_linears(model, placement.linear_backend)
+        layers, num_open = model.config.layers, 1 + (MAX_BLOCK_SIZE - 2) * tree_width
+        self.cache = SlotCache(layers, placement, num_open=num_open, num_spare=self.num_spare)
+        num_states = placement.num_slots + self.num_spare
+        self._states = torch.zeros(num_states, layers.hidden_size, dtype=placement.dtype, device=self.device)
         self._waiting: set[int] = set()  # slots whose row of `_states` is the fused taps of their last observed token
 
     @torch.inference_mode()
@@ -94,7 +83,7 @@ class Eagle3Drafter:
         if ids:
             packed = torch.tensor([ids, positions], device=self.device)
             rows = self.model.keys_values(self.embed(packed[0]), torch.cat(hidden), packed[1])
-            self._store([observation.slot for observation in observations], counts, rows)
+            self.cache.store([observation.slot for observation in observations], counts, [rows])
         self._wait(observations, fused)  # last: what waited until now has been read
 
     def _state(self, slot: int) -> Tensor:
@@ -107,15 +96,6 @@ class Eagle3Drafter:
             end += len(observation.token_ids)
             self._state(observation.slot).copy_(fused[end - 1 : end])
             self._waiting.add(observation.slot)
-
-    def _store(self, slots: Sequence[int], counts: Sequence[int], rows: tuple[Tensor, Tensor]) -> None:
-        start = 0
-        for slot, count in zip(slots, counts, strict=True):
-            keys, values = (part[start : start + count] for part in rows)
-            self.cache.append(slot, count)
-            self.cache.write(0, slot, keys, values)
-            self.cache.keep(slot, range(count))
-            start += count
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[HostDraft]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from blockpilot.cache.attention import RaggedAttention, Segment
 from blockpilot.cache.slots import SlotCache
 from blockpilot.core.config import MAX_TREE_NODES
+from blockpilot.core.device import Placement
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import Observation
@@ -38,30 +39,11 @@ def show_nobody(observations: list[Observation]) -> None:
 
 class TargetRunner:
     buckets: tuple[int, ...] = ()  # sizes to which all trees of a check are padded; none: it takes them as they are
+    num_spare = 0  # slots for rows that only round up a pass
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        *,
-        num_slots: int,
-        context_length: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        num_spare: int = 0,
-    ) -> None:
-        config = decoder.config
-        self.decoder = decoder
-        self.device = device
-        self.cache = SlotCache(
-            num_layers=config.num_layers,
-            num_slots=num_slots,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            capacity=context_length + MAX_TREE_NODES,
-            dtype=dtype,
-            device=device,
-            num_spare=num_spare,
-        )
+    def __init__(self, decoder: Decoder, placement: Placement) -> None:
+        self.decoder, self.device = decoder, placement.device
+        self.cache = SlotCache(decoder.config, placement, num_open=MAX_TREE_NODES, num_spare=self.num_spare)
 
     @torch.inference_mode()
     def prefill(

@@ -1,13 +1,14 @@
-"""From the text of `--drafter` to a drafter that fits its target."""
+"""From the engine's settings and the text of `--drafter` to a target and a drafter that fits it, on their device."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from blockpilot.core.config import EngineConfig
+from blockpilot.core.device import Placement, resolve_device
 from blockpilot.core.errors import InputError
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import Drafter
@@ -18,85 +19,65 @@ from blockpilot.gpu.device import can_fuse
 from blockpilot.gpu.dflash import GpuDFlashDrafter
 from blockpilot.gpu.eagle3 import GpuEagle3Drafter
 from blockpilot.gpu.target import GpuTargetRunner
-from blockpilot.models import dflash_format, eagle3_format
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash
+from blockpilot.models.drafter_files import check_fit, load_drafter
 from blockpilot.models.eagle3 import Eagle3
-from blockpilot.models.loading import resolve_folder
-from blockpilot.models.packing import pack_linear
-from blockpilot.models.weights import read_config
+from blockpilot.models.packing import choose_backend, pack_linear
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
+def place_target(decoder: Decoder, config: EngineConfig) -> Placement:
+    """Move a target to the engine's device. Returns the settings as they hold for it on this machine."""
+    device, dtype = resolve_device(config.device), getattr(torch, config.dtype)
+    requested, limit = config.context_length, decoder.config.context_length
+    if requested is not None and requested > limit:
+        raise InputError(f"context_length {requested} is beyond the target's {limit}")
+    placement = Placement(
+        num_slots=config.num_slots,
+        context_length=requested or limit,
+        device=device,
+        dtype=dtype,
+        linear_backend=choose_backend(config.linear_backend, device, dtype),
+    )
+    _place(decoder, placement)
+    return placement
+
+
 def build_drafter(
-    spec: str | Drafter | DFlash | Eagle3 | None,
-    decoder: Decoder,
-    *,
-    config: EngineConfig,
-    context_length: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    backend: str,
+    spec: str | Drafter | DFlash | Eagle3 | None, decoder: Decoder, placement: Placement
 ) -> Drafter | None:
     """`ngram`, a folder or hub id with a drafter's checkpoint, a loaded model, or a ready drafter. None: no drafter."""
     if spec is None or spec == "none":
         return None
     if spec == "ngram":
         return NgramDrafter()
-    name = Path(spec).name if isinstance(spec, str) else None
-    model = load_draft_model(spec, decoder, dtype) if isinstance(spec, str) else spec
+    num_layers = decoder.config.num_layers
+    model = load_drafter(spec, placement.dtype, num_target_layers=num_layers) if isinstance(spec, str) else spec
     if not isinstance(model, DFlash | Eagle3):
         return model
-    options: dict[str, Any] = {
-        "embed": decoder.embed_tokens,
-        "num_slots": config.num_slots,
-        "context_length": context_length,
-        "device": device,
-        "dtype": dtype,
-        "linear_backend": backend,
-    }
+    name = Path(spec).name if isinstance(spec, str) else type(model).__name__.lower()
+    check_fit(model.config, decoder.config, name)
+    is_fused = can_fuse(placement.device, model.config.layers.head_dim, placement.dtype)
     if isinstance(model, Eagle3):
-        name = name or "eagle3"
-        eagle3_format.check_fit(model.config, decoder.config, name)
-        is_fused = can_fuse(device, model.config.layers.head_dim, dtype)
         make = GpuEagle3Drafter if is_fused else Eagle3Drafter
-        return make(_prepare(model, device, dtype), name=name, **options)
-    name = name or "dflash"
-    dflash_format.check_fit(model.config, decoder.config, name)
-    if model.config.block_size < 2:
-        raise InputError(f"drafter {name}: block_size {model.config.block_size} drafts nothing")
-    head = _draft_head(model, decoder, backend)
-    is_fused = can_fuse(device, model.config.layers.head_dim, dtype)
+        return make(_place(model, placement), placement, embed=decoder.embed_tokens, name=name)
+    head = _draft_head(model, decoder, placement.linear_backend)
     kind = GpuDFlashDrafter if is_fused else DFlashDrafter
-    return kind(_prepare(model, device, dtype), head=head, name=name, **options)
+    return kind(_place(model, placement), placement, embed=decoder.embed_tokens, head=head, name=name)
 
 
-def build_runner(
-    decoder: Decoder, *, num_slots: int, context_length: int, device: torch.device, dtype: torch.dtype
-) -> TargetRunner:
+def build_runner(decoder: Decoder, placement: Placement) -> TargetRunner:
     """With recorded passes where the GPU can run them. On a GPU one of PyTorch's attention backends is switched off."""
-    if device.type == "cuda":
+    if placement.device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, for a tenth of a second, for every length it meets
-    kind = GpuTargetRunner if can_fuse(device, decoder.config.head_dim, dtype) else TargetRunner
-    return kind(decoder, num_slots=num_slots, context_length=context_length, device=device, dtype=dtype)
+    is_fused = can_fuse(placement.device, decoder.config.head_dim, placement.dtype)
+    return (GpuTargetRunner if is_fused else TargetRunner)(decoder, placement)
 
 
-def load_draft_model(spec: str, decoder: Decoder, dtype: torch.dtype) -> DFlash | Eagle3:
-    """The model in a folder or on the hub, by the architecture that its config names."""
-    folder = resolve_folder(spec, what="drafter")
-    path = folder / "config.json"
-    names = read_config(path).get("architectures") or []
-    if any(name in dflash_format.ARCHITECTURES for name in names):
-        return dflash_format.load_dflash(str(folder), dtype)
-    if any(name in eagle3_format.ARCHITECTURES for name in names):
-        return eagle3_format.load_eagle3(str(folder), dtype, num_target_layers=decoder.config.num_layers)
-    known = ", ".join(dflash_format.ARCHITECTURES + eagle3_format.ARCHITECTURES)
-    raise InputError(f"{path}: architectures {names} name no drafter; known: {known}")
-
-
-def _prepare(model: Model, device: torch.device, dtype: torch.dtype) -> Model:
-    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+def _place(model: Model, placement: Placement) -> Model:
+    return model.to(device=placement.device, dtype=placement.dtype).eval().requires_grad_(False)
 
 
 def _draft_head(model: DFlash, decoder: Decoder, backend: str) -> Callable[[Tensor], Tensor]:

@@ -20,14 +20,14 @@ from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import Drafter
-from blockpilot.engine.assemble import build_drafter, build_runner
+from blockpilot.engine.assemble import build_drafter, build_runner, place_target
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.outbox import Update
 from blockpilot.engine.profile import ensure_costs, profile_key, read_profile
 from blockpilot.gpu.buckets import REQUESTS
 from blockpilot.gpu.device import on_device
 from blockpilot.models.loading import LoadedTarget, load_target
-from blockpilot.models.packing import choose_backend, pack_linears
+from blockpilot.models.packing import pack_linears
 from blockpilot.models.shipped import shipped_drafter
 from blockpilot.models.wheel_download import Progress
 from blockpilot.pilots.base import Pilot
@@ -50,31 +50,20 @@ class LLM:
     ) -> None:
         """`costs`: what steps cost, for pilots that weigh them. None: remembered or measured when first needed."""
         self.config = config or EngineConfig()
-        device, dtype = resolve_device(self.config.device), getattr(torch, self.config.dtype)
-        loaded = target if isinstance(target, LoadedTarget) else load_target(target, dtype, progress)
-        self.target_name, self.tokenizer, decoder = loaded.name, loaded.tokenizer, loaded.decoder
-        self.device_type = device.type
-        decoder.to(device=device, dtype=dtype).eval().requires_grad_(False)
-        context_length = resolve_context(self.config.context_length, decoder.config.context_length)
-        self.linear_backend = backend = choose_backend(self.config.linear_backend, device, dtype)
-        self.drafter = build_drafter(
-            shipped_drafter(loaded.name) if drafter == "auto" else drafter,
-            decoder,
-            config=self.config,
-            context_length=context_length,
-            device=device,
-            dtype=dtype,
-            backend=backend,
-        )
-        pack_linears(decoder, backend)
-        runner = build_runner(
-            decoder, num_slots=self.config.num_slots, context_length=context_length, device=device, dtype=dtype
-        )
+        resolve_device(self.config.device)  # refuse before anything is fetched
+        if not isinstance(target, LoadedTarget):
+            target = load_target(target, getattr(torch, self.config.dtype), progress)
+        self.target_name, self.tokenizer, decoder = target.name, target.tokenizer, target.decoder
+        placement = place_target(decoder, self.config)
+        self.device_type, self.linear_backend = placement.device.type, placement.linear_backend
+        spec = shipped_drafter(target.name) if drafter == "auto" else drafter
+        self.drafter = build_drafter(spec, decoder, placement)
+        pack_linears(decoder, self.linear_backend)
         self.engine = Engine(
-            runner,
+            build_runner(decoder, placement),
             self.tokenizer,
             drafter=self.drafter,
-            context_length=context_length,
+            context_length=placement.context_length,
             token_budget=self.config.token_budget,
             eos_token_ids=self.tokenizer.eos_token_ids or decoder.config.eos_token_ids,
         )
@@ -85,15 +74,15 @@ class LLM:
 
     @property
     def costs(self) -> StepCosts:
-        """What steps cost on this machine; the first call may measure for a second or two.
-
-        Measuring needs slots: where requests hold them, these are answered first, and nobody else is admitted.
-        """
+        """What steps cost on this machine; the first call may measure for a second or two."""
         if self._costs is None:
-            while self._mail and self.engine.scheduler.is_running:
-                self._deliver(self.engine.step(may_admit=False))
             self._costs = ensure_costs(self)
         return self._costs
+
+    def make_room(self, num_slots: int) -> None:
+        """Answer requests until so many slots are free, and admit nobody meanwhile; updates wait for their callers."""
+        while self.engine.runner.cache.num_free < num_slots and self.engine.scheduler.is_running:
+            self._deliver(self.engine.step(may_admit=False))
 
     def prepare(
         self,
@@ -223,12 +212,6 @@ class LLM:
         for request_id in request_ids:
             self._mail.pop(request_id, None)
             self.engine.abort(request_id)
-
-
-def resolve_context(requested: int | None, limit: int) -> int:
-    if requested is not None and requested > limit:
-        raise InputError(f"context_length {requested} is beyond the target's {limit}")
-    return requested or limit
 
 
 def _one_each(value, count: int, what: str) -> list:  # type: ignore[no-untyped-def, type-arg]

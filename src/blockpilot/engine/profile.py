@@ -1,10 +1,7 @@
 """What steps cost on this machine: measured once, then remembered by machine, pair, dtype, backend and threads."""
 
-import hashlib
 import json
 import logging
-import platform
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from blockpilot import __version__
-from blockpilot.core.config import cache_dir
+from blockpilot.core.config import cpu_name, profile_file
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
 from blockpilot.engine.step_timing import ProfilePlan, Report, time_steps
@@ -30,11 +27,12 @@ IDENTITY = ("target", "shape", "drafter", "device", "dtype", "backend", "kernels
 def ensure_costs(llm: "LLM") -> StepCosts:
     """This machine's costs: remembered where they cover the engine's batches, else measured quickly and remembered."""
     is_gpu = llm.device_type == "cuda"
-    batch_sizes = usual_batch_sizes(llm.engine.runner.cache.num_free) if is_gpu else (1,)
+    batch_sizes = usual_batch_sizes(llm.config.num_slots) if is_gpu else (1,)
     known = load_profile(profile_key(llm))
     if known is not None and (not is_gpu or _covers(known, batch_sizes)):
         return known
     plan = ProfilePlan.quick(batch_sizes, (min(256, llm.engine.context_length // 2),), is_gpu=is_gpu)
+    llm.make_room(max(batch_sizes))
     costs = measure(llm, plan)
     if costs.key["num_rounds"] < plan.num_rounds or costs.fit_error.leave_one_out > MAX_ERROR:
         logger.warning("step costs are uncertain because the machine is busy; they are not remembered")
@@ -71,12 +69,12 @@ def measure(llm: "LLM", plan: ProfilePlan, report: Report = lambda *_: None) -> 
 
 def profile_key(llm: "LLM") -> dict[str, Any]:
     """What a profile depends on."""
-    config = llm.engine.runner.decoder.config
+    config, device = llm.engine.runner.decoder.config, llm.engine.runner.device
     return {
         "target": llm.target_name,
         "shape": f"{config.num_layers} x {config.hidden_size}",
         "drafter": llm.drafter.name if llm.drafter else None,
-        "device": _device_name(llm.engine.runner.device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "dtype": llm.config.dtype,
         "backend": llm.linear_backend,
         "kernels": REVISION,
@@ -87,9 +85,7 @@ def profile_key(llm: "LLM") -> dict[str, Any]:
 
 def profile_path(key: dict[str, Any]) -> Path:
     named = {name: key.get(name) for name in (*IDENTITY, "version")}
-    digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:12]
-    slug = re.sub(r"[^a-zA-Z0-9.]+", "-", Path(str(key["target"])).name).strip("-")
-    return cache_dir() / "profiles" / f"{slug}-{digest}.json"
+    return profile_file(Path(str(key["target"])).name, named)
 
 
 def load_profile(key: dict[str, Any]) -> StepCosts | None:
@@ -128,13 +124,3 @@ def remember(costs: StepCosts) -> StepCosts:
     except BlockPilotError as error:
         logger.warning("the profile is not remembered: %s", error)
     return costs
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""One request on its way through the engine. `take` is the only place where an answer grows."""
+"""One request and its state in the engine. `take` is the only place where an answer grows."""
 
 import time
 from collections.abc import Sequence as Collection
@@ -77,14 +77,11 @@ class Sequence:
             buckets,
         )
 
-    def commit(self, token_ids: Collection[int]) -> int:
-        """Append tokens up to the one that ends the answer, and make text of them; returns how many were taken."""
-        count = self.take(token_ids)
-        self.write()
-        return count
-
     def take(self, token_ids: Collection[int]) -> int:
-        """`commit` without the text, for which `write` can wait: unless a stop string may end the answer in it."""
+        """Append tokens up to the one that ends the answer; returns how many were taken.
+
+        Their text can wait for `write`, unless a stop string may end the answer in it.
+        """
         if self.params.stop:
             return self._take_one_by_one(token_ids)
         first = len(self.output_ids)

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from blockpilot.core.config import MAX_BLOCK_SIZE
+from blockpilot.core.device import Placement
 from blockpilot.core.draft import Draft, HostDraft
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
-from blockpilot.decoding.drafter import DraftRequest, Observation, cut
+from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.gpu.buckets import (
     BLOCKS,
     MAX_DRAFT_ROWS,
@@ -23,14 +23,14 @@ from blockpilot.gpu.buckets import (
     REQUESTS,
     context_bucket,
     context_buckets,
-    largest_below,
     round_up,
 )
 from blockpilot.gpu.device import capture, check_memory, graph_pool, wait_for
 from blockpilot.gpu.fused import FusedDFlash
 from blockpilot.gpu.interface import Noise, Selector
-from blockpilot.gpu.plan import PassPlan, Staging
-from blockpilot.models.dflash import CandidateSelector
+from blockpilot.gpu.plan import PassPlan
+from blockpilot.gpu.views import RecordedViews
+from blockpilot.models.dflash import CandidateSelector, DFlash
 from blockpilot.pilots.growth import MAX_WIDTH
 
 
@@ -52,29 +52,30 @@ class DraftPass:
 
 
 class GpuDFlashDrafter(DFlashDrafter):
-    def __init__(self, *arguments: Any, num_slots: int, **options: Any) -> None:
-        super().__init__(*arguments, num_slots=num_slots, num_spare=1, **options)
+    num_spare = 1
+
+    def __init__(self, model: DFlash, placement: Placement, **options: Any) -> None:
+        super().__init__(model, placement, **options)
         self.fused = FusedDFlash(self.model, self.cache.rows)
         self.context_weight = self.model.context_weight().detach()
-        is_linear = isinstance(self.head, nn.Linear) and self.head.bias is None
-        self._head_weight: Tensor | None = cast(nn.Linear, self.head).weight if is_linear else None
-        num_logits = 0 if self._head_weight is None else len(self._head_weight)
-        width = num_logits + self.model.config.layers.hidden_size
-        needed = _num_results(num_slots) * width * self.cache.rows.element_size()
+        self._head_weight = cast(nn.Linear, self.head).weight
+        num_rows = min(MAX_DRAFT_ROWS, round_up(placement.num_slots, REQUESTS) * MAX_BLOCK_SIZE)
+        num_logits, hidden_size = self._head_weight.shape
+        needed = num_rows * (num_logits + hidden_size) * placement.dtype.itemsize
         check_memory(self.device, needed, "the drafter's results")
-        self._spare_slot = num_slots
-        self._offsets = np.arange(OBSERVED[-1], dtype=np.int32)
+        self._hidden, self._logits = (self.cache.rows.new_empty(num_rows, size) for size in (hidden_size, num_logits))
+        self._spare_slot = placement.num_slots
         self._pool = graph_pool(self.device)
+        self.views = RecordedViews(
+            self.cache, self._store_view, buckets=OBSERVED, max_rows=MAX_DRAFT_ROWS, pool=self._pool
+        )
         self._drafts: dict[tuple[int, int, int, int], DraftPass] = {}
-        self._views: dict[tuple[int, int], tuple[Staging, Callable[[], None]]] = {}
-        self._taps: Tensor | None = None  # the target's buffer
         # a selector looks at candidates of its own, however many are asked for
         self._widths = (1, MAX_WIDTH) if self.model.candidate_selector is None else (MAX_WIDTH,)
-        self._results: tuple[Tensor, Tensor] | None = None  # hidden states and logits, shared by all drafts
 
     def bind(self, taps: Tensor) -> None:
         """Say where the target's recorded passes leave their taps: what is observed from there is recorded, too."""
-        self._taps = taps
+        self.views.taps = taps
 
     def prepare(self, num_requests: int) -> None:
         """Record drafts of the usual sizes, and observing from the target's buffer."""
@@ -85,42 +86,11 @@ class GpuDFlashDrafter(DFlashDrafter):
                 if rounded * count <= MAX_DRAFT_ROWS:
                     for context in context_buckets(self.cache.capacity):
                         self._find_draft(rounded, count, context, width)
-        for count in OBSERVED:
-            if self._taps is not None and rounded * count <= MAX_DRAFT_ROWS:
-                self._find_view(self._taps, rounded, count)
+        self.views.prepare(rounded)
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        taps = self._taps
-        most = largest_below(MAX_DRAFT_ROWS // round_up(len(observations), REQUESTS), OBSERVED)
-        is_bound = all(observation.taps is taps and observation.rows is not None for observation in observations)
-        if taps is None or not is_bound or not most:
+        if not self.views.observe(observations):
             super().observe(observations)
-            return
-        for index, piece in enumerate(cut(observations, most)):
-            if index:
-                wait_for(self.device)  # what the piece before was told lies where this one's will
-            self._observe_piece(piece, taps)
-
-    def _observe_piece(self, observations: Sequence[Observation], taps: Tensor) -> None:
-        num_requests = round_up(len(observations), REQUESTS)
-        count = round_up(max([len(observation.token_ids) for observation in observations]), OBSERVED)
-        staging, run = self._find_view(taps, num_requests, count)
-        starts = [self.cache.extend(observation.slot, len(observation.token_ids)) for observation in observations]
-        slots = [observation.slot for observation in observations]
-        rows: list[int] = []
-        for observation in observations:
-            own = observation.rows or ()
-            rows += own
-            rows += [0] * (count - len(own))
-        num_extra = num_requests - len(observations)
-        rows += [0] * (num_extra * count)
-        slots += [self._spare_slot] * num_extra
-        starts += [0] * num_extra
-        staging.write(rows)
-        positions = staging.host["positions"].reshape(num_requests, count)
-        np.add(np.array(starts, np.int32)[:, None], self._offsets[:count], out=positions)
-        staging.write([*slots, *starts], 2 * len(rows))
-        run()
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[HostDraft]:
         """The drafts lie in buffers that later ones write again: read them before."""
@@ -158,16 +128,10 @@ class GpuDFlashDrafter(DFlashDrafter):
         return max(self._widths[0] if num_candidates == 1 else self._widths[-1], num_candidates)
 
     def write(self, draft: DraftPass, requests: Sequence[DraftRequest]) -> None:
-        """Into the plan of a pass, which must not be on its way."""
+        """Into the plan of a pass, which must not be in flight."""
         for request in requests:
             self.cache.append(request.slot, request.block_size)
-        draft.plan.write_blocks(
-            [request[:4] for request in requests],  # slot, anchor, position, size
-            self.cache.lengths,
-            [request.params.words for request in requests],
-            self.model.config.mask_token_id,
-            [request.limits for request in requests],
-        )
+        draft.plan.write_blocks(requests, self.cache.lengths, self.model.config.mask_token_id)
 
     def _find_draft(self, num_requests: int, count: int, context: int, width: int) -> DraftPass:
         key = (num_requests, count, context, width)
@@ -179,15 +143,13 @@ class GpuDFlashDrafter(DFlashDrafter):
     def _record_draft(self, num_requests: int, count: int, context: int, width: int) -> DraftPass:
         plan = PassPlan(num_requests, count, context, self.device, self._spare_slot)
         offsets = torch.arange(count, dtype=torch.int32, device=self.device).repeat(num_requests)
-        first_hidden, first_logits, ranked = self._rank_blocks(plan, offsets, width)  # once, for the shapes
-        results = self._result_buffers(first_hidden, first_logits)
-        host = ranked.map(_host_copy)
+        host = self._rank_blocks(plan, offsets, width).map(_host_copy)  # once, for the shapes
         recorded = DraftPass(plan, host.map(lambda part: part.numpy()))
 
         @torch.inference_mode()
         def run() -> None:
             plan.staging.send()
-            recorded.draft = self._rank_blocks(plan, offsets, width, results)[2]
+            recorded.draft = self._rank_blocks(plan, offsets, width)
 
         @torch.inference_mode()
         def fetch() -> None:
@@ -199,40 +161,20 @@ class GpuDFlashDrafter(DFlashDrafter):
         recorded.fetch = capture(fetch, self.device, self._pool)
         return recorded
 
-    def _rank_blocks(
-        self,
-        plan: PassPlan,
-        offsets: Tensor,
-        width: int,
-        results: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Draft[Tensor]]:
-        """Hidden states and logits of all positions behind the anchors, in the given buffers, and the best tokens."""
+    def _rank_blocks(self, plan: PassPlan, offsets: Tensor, width: int) -> Draft[Tensor]:
+        """The best tokens of all positions behind the anchors. Drafts never run at the same time, and share buffers."""
         states = self.fused.forward(cast(nn.Embedding, self.embed).weight, plan.inputs, offsets)
         states = states.view(plan.num_requests, plan.count, -1)[:, 1:]
-        hidden = states.contiguous() if results is None else results[0].copy_(states)
-        flat = None if results is None else results[1].flatten(0, 1)
-        logits = self._logits(hidden.flatten(0, 1), flat).view(plan.num_requests, plan.count - 1, -1)
+        num_rows = states.shape[:2].numel()
+        hidden = self._hidden[:num_rows].view_as(states).copy_(states)
+        logits = self.fused.layers.whole(hidden.flatten(0, 1), self._head_weight, self._logits[:num_rows])
         noise, selector = plan.noise(0), self.model.candidate_selector
         width = min(width if selector is None else self.model.config.selector_top_k, logits.shape[-1])
-        values, token_ids, log_probs = self.rank_tokens(logits, width, noise)
+        values, token_ids, log_probs = self.rank_tokens(logits.unflatten(0, states.shape[:2]), width, noise)
         if selector is None:
-            return hidden, logits, Draft(token_ids, log_probs)
+            return Draft(token_ids, log_probs)
         pairs = self._score_pairs(plan.tree_limits.anchors, values, token_ids, hidden, noise.temperatures)
-        return hidden, logits, Draft(token_ids, log_probs, *pairs)
-
-    def _result_buffers(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Places for results of these shapes. Drafts never run at the same time, so all share the same memory."""
-        if self._results is None:
-            num_rows = _num_results(self._spare_slot)
-            self._results = hidden.new_empty(num_rows, hidden.shape[-1]), logits.new_empty(num_rows, logits.shape[-1])
-        num_rows = hidden.shape[0] * hidden.shape[1]
-        return self._results[0][:num_rows].view_as(hidden), self._results[1][:num_rows].view_as(logits)
-
-    def _logits(self, hidden: Tensor, out: Tensor | None) -> Tensor:
-        if self._head_weight is not None:
-            return self.fused.layers.whole(hidden, self._head_weight, out)
-        logits = self.head(hidden)
-        return logits if out is None else out.copy_(logits)
+        return Draft(token_ids, log_probs, *pairs)
 
     def rank_tokens(self, scores: Tensor, num_best: int, noise: Noise | None = None) -> tuple[Tensor, Tensor, Tensor]:
         found = self.fused.layers.kernels.rank_tokens(scores.flatten(0, 1), num_best, self.token_ids, noise)
@@ -257,28 +199,8 @@ class GpuDFlashDrafter(DFlashDrafter):
         """Committed tokens into the cache, on the device: those in `rows` of the taps, as many for each request."""
         self.fused.store_context(taps.index_select(0, rows), self.context_weight, positions, slots, starts)
 
-    def _find_view(self, taps: Tensor, num_requests: int, count: int) -> tuple[Staging, Callable[[], None]]:
-        """Observing from one result buffer of the target."""
-        key = (num_requests, count)
-        if key not in self._views:
-            num_tokens = num_requests * count
-            staging = Staging(
-                self.device, rows=num_tokens, positions=num_tokens, slots=num_requests, starts=num_requests
-            )
-            staging.host["slots"][:] = self._spare_slot
-            given = staging.device
-
-            @torch.inference_mode()
-            def run() -> None:
-                staging.send()
-                self.store(taps, *given.values())
-
-            self._views[key] = staging, capture(run, self.device, self._pool)
-        return self._views[key]
-
-
-def _num_results(num_slots: int) -> int:
-    return min(MAX_DRAFT_ROWS, round_up(num_slots, REQUESTS) * MAX_BLOCK_SIZE)
+    def _store_view(self, taps: Tensor, given: dict[str, Tensor]) -> None:
+        self.store(taps, given["rows"], given["positions"], given["slots"], given["starts"])
 
 
 def _host_copy(part: Tensor) -> Tensor:

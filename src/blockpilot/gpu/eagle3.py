@@ -6,16 +6,15 @@ next pass depends on what the host makes of the last, run unrecorded; so does th
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from blockpilot.core.device import Placement
 from blockpilot.core.draft import Draft, HostDraft
-from blockpilot.decoding.drafter import DraftRequest, Observation, cut
+from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.decoding.eagle3_drafter import MAX_BLOCK_SIZE, Eagle3Drafter
 from blockpilot.gpu.buckets import (
     CHAIN_BLOCKS,
@@ -23,20 +22,23 @@ from blockpilot.gpu.buckets import (
     REQUESTS,
     context_bucket,
     context_buckets,
-    largest_below,
     round_up,
 )
 from blockpilot.gpu.device import capture, graph_pool, wait_for
 from blockpilot.gpu.fused import FusedEagle3
 from blockpilot.gpu.interface import PassInputs
 from blockpilot.gpu.plan import Staging
+from blockpilot.gpu.views import RecordedViews
+from blockpilot.models.eagle3 import Eagle3
 
 OBSERVED = (2, 4, 8, MAX_BLOCK_SIZE)  # tokens it is shown, rounded up; a slot has room for that many more
 ALIGNMENT = 4  # numbers; kernels are compiled once more for inputs that begin elsewhere
 
 
-class ChainPlan:
-    """The inputs of a chain's passes, one token per request each: written on the host, sent in one copy."""
+class Chain:
+    """A chain's passes, one token per request each. Inputs are written on the host and sent in one copy."""
+
+    run: Callable[[], None]
 
     def __init__(self, num_requests: int, depth: int, context: int, device: torch.device, spare_slot: int) -> None:
         width = -(-num_requests // ALIGNMENT) * ALIGNMENT
@@ -56,6 +58,11 @@ class ChainPlan:
         self._slots[:] = spare_slot
         self._starts[:] = self._positions[:] = self._steps  # what rounds up reads only rows that it wrote itself
         self._blank = self.staging.copy()
+        # the best token after every pass and its log-probability, on the host
+        self.token_ids, self.log_probs = (
+            torch.zeros(num_requests, depth, dtype=dtype, pin_memory=device.type == "cuda")
+            for dtype in (torch.int64, torch.float32)
+        )
 
     def write(self, requests: Sequence[DraftRequest], lengths: Sequence[int]) -> None:
         """A chain behind each slot's rows."""
@@ -67,56 +74,22 @@ class ChainPlan:
         self._positions[:, :count] = self._steps + [request.position - 1 for request in requests]
 
 
-@dataclass
-class Chain:
-    plan: ChainPlan
-    run: Callable[[], None]
-    token_ids: NDArray[np.int64]  # [R, D], on the host
-    log_probs: NDArray[np.float32]
-
-
-class ViewPlan:
-    """The inputs of observing `count` tokens per request."""
-
-    def __init__(self, num_requests: int, count: int, device: torch.device, spare_slot: int) -> None:
-        self.num_requests, self.count, self.spare_slot = num_requests, count, spare_slot
-        each, all_of = num_requests, num_requests * count
-        self.staging = Staging(
-            device, rows=all_of, token_ids=all_of, positions=all_of, slots=each, starts=each, last_rows=each
-        )
-        host = self.staging.host
-        self._rows, self._ids, self._positions = (
-            host[name].reshape(num_requests, count) for name in ("rows", "token_ids", "positions")
-        )
-        self._slots, self._starts, self._last_rows = (host[name] for name in ("slots", "starts", "last_rows"))
-        self._offsets = np.arange(count, dtype=np.int32)
-        self._slots[:] = spare_slot
-
-    def write(self, observations: Sequence[Observation], lengths: Sequence[int]) -> None:
-        """What else is old is in range, and nobody reads what becomes of it."""
-        self._slots[len(observations) :] = self.spare_slot
-        for index, observation in enumerate(observations):
-            slot, length = observation.slot, len(observation.token_ids)
-            self._slots[index], self._starts[index] = slot, lengths[slot]
-            self._last_rows[index] = index * self.count + length - 1
-            self._rows[index, :length] = observation.rows
-            self._ids[index, :length] = observation.token_ids
-            self._positions[index] = self._offsets + lengths[slot]
-
-
 class GpuEagle3Drafter(Eagle3Drafter):
-    def __init__(self, *arguments: Any, num_slots: int, **options: Any) -> None:
-        super().__init__(*arguments, num_slots=num_slots, num_spare=1, **options)
+    num_spare = 1
+
+    def __init__(self, model: Eagle3, placement: Placement, **options: Any) -> None:
+        super().__init__(model, placement, **options)
         self.fused = FusedEagle3(self.model, self.cache.rows)
-        self._spare_slot = num_slots
+        self._spare_slot = placement.num_slots
         self._pool = graph_pool(self.device)
         self._chains: dict[tuple[int, int, int], Chain] = {}
-        self._views: dict[tuple[int, int], tuple[ViewPlan, Callable[[], None]]] = {}
-        self._taps: Tensor | None = None  # the target's buffer
+        self.views = RecordedViews(
+            self.cache, self._store_view, buckets=OBSERVED, max_rows=MAX_CHAIN_ROWS, pool=self._pool
+        )
 
     def bind(self, taps: Tensor) -> None:
         """Say where the target's recorded passes leave their taps: what is observed from there is recorded, too."""
-        self._taps = taps
+        self.views.taps = taps
 
     @torch.inference_mode()
     def prepare(self, num_requests: int) -> None:
@@ -126,29 +99,13 @@ class GpuEagle3Drafter(Eagle3Drafter):
             if rounded <= REQUESTS[-1]:
                 for context in context_buckets(self.cache.capacity):
                     self._chain(rounded, size - 1, context)
-        for count in OBSERVED:
-            if self._taps is not None and rounded * count <= MAX_CHAIN_ROWS:
-                self._view(self._taps, rounded, count)
+        self.views.prepare(rounded)
 
-    @torch.inference_mode()
     def observe(self, observations: Sequence[Observation]) -> None:
-        taps = self._taps
-        most = largest_below(MAX_CHAIN_ROWS // round_up(len(observations), REQUESTS), OBSERVED)
-        is_bound = all(
-            one.taps is taps and one.rows is not None and one.slot in self._waiting for one in observations
-        )  # rows of the target's own buffer, each slot's with a state that waits for them
-        if taps is None or not most or not is_bound:
+        """Recorded where the fused taps of each slot's last token wait for these: not for the first piece of a text."""
+        is_continued = all(one.slot in self._waiting for one in observations)
+        if not is_continued or not self.views.observe(observations):
             super().observe(observations)
-            return
-        for index, piece in enumerate(cut(observations, most)):
-            if index:
-                wait_for(self.device)  # what the piece before was told lies where this one's will
-            count = round_up(max(len(observation.token_ids) for observation in piece), OBSERVED)
-            plan, run = self._view(taps, round_up(len(piece), REQUESTS), count)
-            plan.write(piece, self.cache.lengths)
-            for observation in piece:
-                self.cache.extend(observation.slot, len(observation.token_ids))
-            run()
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[HostDraft]:
@@ -161,7 +118,7 @@ class GpuEagle3Drafter(Eagle3Drafter):
         for request in requests:
             self.cache.append(request.slot, depth)  # is there room?
             self.cache.keep(request.slot, ())
-        chain.plan.write(requests, self.cache.lengths)
+        chain.write(requests, self.cache.lengths)
         chain.run()
         wait_for(self.device)
         return [_draft_of(chain, row, request.block_size - 1) for row, request in enumerate(requests)]
@@ -169,25 +126,21 @@ class GpuEagle3Drafter(Eagle3Drafter):
     def _chain(self, num_requests: int, depth: int, context: int) -> Chain:
         key = (num_requests, depth, context)
         if key not in self._chains:
-            plan = ChainPlan(num_requests, depth, context, self.device, self._spare_slot)
-            is_pinned = self.device.type == "cuda"
-            token_ids = torch.zeros(num_requests, depth, dtype=torch.int64, pin_memory=is_pinned)
-            log_probs = torch.zeros(num_requests, depth, dtype=torch.float32, pin_memory=is_pinned)
-
-            def run() -> None:
-                plan.staging.send()
-                for part, place in zip(self._draft(plan), (token_ids, log_probs), strict=True):
-                    self.fused.layers.kernels.send(part, place)
-
-            recorded = capture(run, self.device, self._pool)
-            self._chains[key] = Chain(plan, recorded, token_ids.numpy(), log_probs.numpy())
+            chain = Chain(num_requests, depth, context, self.device, self._spare_slot)
+            chain.run = capture(lambda: self._run_chain(chain), self.device, self._pool)
+            self._chains[key] = chain
         return self._chains[key]
 
-    def _draft(self, plan: ChainPlan) -> tuple[Tensor, Tensor]:
+    def _run_chain(self, chain: Chain) -> None:
+        chain.staging.send()
+        for part, place in zip(self._draft(chain), (chain.token_ids, chain.log_probs), strict=True):
+            self.fused.layers.kernels.send(part, place)
+
+    def _draft(self, chain: Chain) -> tuple[Tensor, Tensor]:
         """The best token after every pass, and its log-probability, [R, D] each."""
-        hidden, ids = self._states.index_select(0, plan.slots), plan.anchor_ids
+        hidden, ids = self._states.index_select(0, chain.slots), chain.anchor_ids
         found: list[tuple[Tensor, Tensor]] = []
-        for inputs in plan.passes:
+        for inputs in chain.passes:
             hidden, normed = self.fused.forward(self.embed(ids), hidden, inputs)
             logits = self.fused.logits(normed)
             _, best, log_probs = self.fused.layers.kernels.rank_tokens(logits, 1, self.token_ids)  # [R, 1]
@@ -195,20 +148,11 @@ class GpuEagle3Drafter(Eagle3Drafter):
             found.append((best, log_probs))
         return torch.cat([best for best, _ in found], dim=1), torch.cat([scores for _, scores in found], dim=1)
 
-    def _view(self, taps: Tensor, num_requests: int, count: int) -> tuple[ViewPlan, Callable[[], None]]:
-        key = (num_requests, count)
-        if key not in self._views:
-            plan = ViewPlan(num_requests, count, self.device, self._spare_slot)
-            self._views[key] = plan, capture(lambda: self._store_rows(plan, taps), self.device, self._pool)
-        return self._views[key]
-
-    def _store_rows(self, plan: ViewPlan, taps: Tensor) -> None:
+    def _store_view(self, taps: Tensor, given: dict[str, Tensor]) -> None:
         """Each token beside the fused taps of the one before it; the last one's wait in their place."""
-        plan.staging.send()
-        given = plan.staging.device
         slots = given["slots"]
         fused = self.fused.fuse(taps.index_select(0, given["rows"]))  # [R * n, H]
-        own = fused.view(plan.num_requests, plan.count, -1)
+        own = fused.view(len(slots), -1, fused.shape[-1])
         hidden = torch.cat((self._states.index_select(0, slots)[:, None], own[:, :-1]), dim=1).flatten(0, 1)
         self.fused.store_context(self.embed(given["token_ids"]), hidden, given["positions"], slots, given["starts"])
         self._states.index_copy_(0, slots.long(), fused.index_select(0, given["last_rows"]))
@@ -216,5 +160,5 @@ class GpuEagle3Drafter(Eagle3Drafter):
 
 def _draft_of(chain: Chain, row: int, depth: int) -> HostDraft:
     """As deep as the request asked for; the buffers are written again."""
-    token_ids, log_probs = chain.token_ids[row, :depth, None], chain.log_probs[row, :depth, None]
+    token_ids, log_probs = (part.numpy()[row, :depth, None] for part in (chain.token_ids, chain.log_probs))
     return Draft(token_ids.copy(), np.minimum(log_probs, 0))

@@ -207,9 +207,6 @@ class Kernels(Protocol):
     def convolve(self, x: Tensor, convolution: Convolution) -> Tensor:
         """The convolution's first side: what the sublayer reads."""
 
-    def gate(self, gate_up: Parts, dtype: torch.dtype) -> Tensor:
-        """silu(gate) * up of a product made elsewhere."""
-
     def rotate_store(
         self, qkv: Parts, layer: AttentionLayer, positions: Tensor, slots: Tensor, starts: Tensor
     ) -> Tensor:

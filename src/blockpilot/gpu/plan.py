@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blockpilot.core.tree import DraftTree, ancestor_bits, tree_depths
+from blockpilot.decoding.drafter import DraftRequest
 from blockpilot.gpu.interface import NextBlocks, Noise, PassInputs, TreeLimits, find_kernels
 
 WORD = 32  # bits of a mask's word
@@ -118,31 +119,21 @@ class PassPlan:
     ) -> None:
         """A tree (slot, tree) behind each slot's committed rows; `words` say how its request samples."""
         starts = self.place([slot for slot, _ in trees], lengths, words)
-        self._write_shapes([_tree_shape(tree.parents, self.count) for _, tree in trees], starts)
+        self._write_shapes([tree_shape(tree.parents, self.count) for _, tree in trees], starts)
         ids: list[int] = []
         for _, tree in trees:
             ids += tree.token_ids
             ids += (0,) * (self.count - len(tree))
         self.staging.write(ids)
 
-    def write_blocks(
-        self,
-        blocks: Sequence[tuple[int, int, int, int]],
-        lengths: Sequence[int],
-        words: Sequence[Words],
-        mask_id: int,
-        limits: Sequence[tuple[int, int]],
-    ) -> None:
-        """A drafter's block (slot, anchor id, position, size) behind each slot's rows; its tokens see each other.
-
-        `limits` are those of the trees that grow out of the blocks, where that happens on the device.
-        """
-        slots, anchor_ids, positions, sizes = zip(*blocks, strict=True)
-        self.place(slots, lengths, words)
-        self._limits[: len(limits)] = limits
-        self._write_shapes([_block_shape(size, self.count) for size in sizes], positions)
+    def write_blocks(self, requests: Sequence[DraftRequest], lengths: Sequence[int], mask_id: int) -> None:
+        """A drafter's block behind each slot's rows; its tokens see each other."""
+        self.place([one.slot for one in requests], lengths, [one.params.words for one in requests])
+        self._limits[: len(requests)] = [one.limits for one in requests]
+        shapes = [_block_shape(one.block_size, self.count) for one in requests]
+        self._write_shapes(shapes, [one.position for one in requests])
         self._ids[:] = mask_id
-        self._ids[: len(blocks), 0] = anchor_ids
+        self._ids[: len(requests), 0] = [one.anchor_id for one in requests]
 
     def place(self, slots: Sequence[int], lengths: Sequence[int], words: Sequence[Words]) -> list[int]:
         """One request in each of these slots; where its rows start. Its tokens are written next, or by a kernel."""
@@ -174,7 +165,7 @@ def _pass_inputs(arrays: dict[str, Tensor], num_words: int, context: int) -> Pas
 
 
 @lru_cache(maxsize=4096)
-def _tree_shape(parents: tuple[int, ...], count: int) -> tuple[bytes, bytes]:
+def tree_shape(parents: tuple[int, ...], count: int) -> tuple[bytes, bytes]:
     """The offsets of a tree's tokens from its first and their masks, for `count` tokens: small shapes come again."""
     return _pack_shape(tree_depths(parents), ancestor_bits(parents), count)
 

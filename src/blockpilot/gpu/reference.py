@@ -5,13 +5,12 @@ With these recorded passes run on any device. `interface.py` says what each one 
 
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from blockpilot.core.draft import Draft
-from blockpilot.core.tree import DraftTree, ancestor_bits
+from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.verification import accept
 from blockpilot.gpu.interface import (
     AcceptedRows,
@@ -30,11 +29,11 @@ from blockpilot.gpu.interface import (
     TreeLimits,
     TreeRules,
 )
+from blockpilot.gpu.plan import WORD, tree_shape
+from blockpilot.models.dflash import convolve_block
 from blockpilot.models.noise import gumbel_noise
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.growth import GrowthRules, falling_costs, grow_tree
-
-WORD = 32  # bits of a mask's word
 
 
 def linear(x: Tensor, weight: Tensor, num_processors: int, *, out: Tensor | None = None) -> Parts:
@@ -224,12 +223,10 @@ def grow_trees(
 def _write_tree(trees: PassInputs, request: int, tree: DraftTree, start: int) -> None:
     count = trees.count
     own = slice(request * count, (request + 1) * count)
+    offsets, masks = (torch.frombuffer(bytearray(part), dtype=torch.int32) for part in tree_shape(tree.parents, count))
     _write(trees.token_ids[own], tree.token_ids)
-    _write(trees.positions[own], [start + depth for depth in tree.depths], start)
-    bits = ancestor_bits(tree.parents) + [1] * (count - len(tree))
-    num_words = trees.masks.shape[1]
-    words = [[number >> WORD * word & 0xFFFFFFFF for word in range(num_words)] for number in bits]
-    trees.masks[own] = torch.from_numpy(np.array(words, np.uint32).view(np.int32)).to(trees.masks.device)
+    trees.positions[own] = (offsets + start).to(trees.positions.device)
+    trees.masks[own] = masks.view(count, -1).to(trees.masks.device)
     trees.starts[request] = start
 
 
@@ -275,12 +272,6 @@ def _rotate(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
 
 
 def _convolve(x: Tensor, convolution: Convolution, *, side: int) -> Tensor:
-    num_tokens = len(x)
-    shape = (num_tokens, 2, convolution.num_taps, convolution.num_groups)
-    corrections = convolution.corrections.float().view(shape)[:, side].repeat_interleave(convolution.group_size, -1)
-    kernel = convolution.base[side].float() + corrections  # [N, taps, H]
-    out = kernel[:, 0] * x
-    for tap in range(1, convolution.num_taps):
-        earlier = F.pad(x, (0, 0, tap, 0))[:num_tokens] * (convolution.offsets >= tap)[:, None]
-        out = out + kernel[:, tap] * earlier
-    return out
+    shape = (len(x), 2, convolution.num_taps, convolution.num_groups)
+    corrections = convolution.corrections.float().view(shape)[:, side]
+    return convolve_block(x, convolution.base[side].float(), corrections, convolution.offsets)

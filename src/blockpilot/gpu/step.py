@@ -55,8 +55,8 @@ class Results:
 
 
 @dataclass(eq=False)
-class Tail:
-    """What follows acceptance, and is not waited for: accepted rows to their places, and to the drafter."""
+class KeepStage:
+    """What follows acceptance, and is not waited for: accepted rows move to their places, and the drafter sees them."""
 
     kept: AcceptedRows
     run: Callable[[], None] | None = None
@@ -68,7 +68,7 @@ class RecordedStep:
 
     draft: DraftPass | None  # None: a plain step
     check: CheckPass
-    tail: Tail
+    keep: KeepStage
     is_observed: bool  # whether the drafter sees what is kept
     parents: Tensor  # [R, n]
     results: deque[Results] = field(default_factory=deque)  # the next step's first
@@ -91,8 +91,8 @@ class RecordedStep:
         self.check.run()
         found.accept()
         watch.mark(watch.last)
-        if self.tail.run is not None:
-            self.tail.run()
+        if self.keep.run is not None:
+            self.keep.run()
         return found
 
 
@@ -119,7 +119,7 @@ class DeviceExecutor:
         self._kernels = runner.fused.layers.kernels
         self._pool = graph_pool(self.device)
         self._steps: dict[tuple[DraftPass | None, CheckPass], RecordedStep] = {}
-        self._tails: dict[DraftPass, Tail] = {}
+        self._keep_stages: dict[DraftPass, KeepStage] = {}
         self._weights: dict[Calibrations, Tensor] = {}
 
     def prepare(self, num_requests: int, pilot: Pilot | None) -> None:
@@ -244,29 +244,29 @@ class DeviceExecutor:
     @torch.inference_mode()
     def _record_step(self, draft: DraftPass | None, check: CheckPass) -> RecordedStep:
         plan = check.plan if draft is None else draft.plan
-        tail = self._record_tail(None, check) if draft is None else self._find_tail(draft, check)
+        keep = self._record_keep(None, check) if draft is None else self._find_keep(draft, check)
         parents = self._on_device(plan.num_requests, check.plan.count) - 1
         is_observed = self.drafter is not None and check.taps is not None
-        step = RecordedStep(draft, check, tail, is_observed, parents)
+        step = RecordedStep(draft, check, keep, is_observed, parents)
         step.results.extend(self._record_results(step) for _ in range(2))
         return step
 
-    def _find_tail(self, draft: DraftPass, check: CheckPass) -> Tail:
+    def _find_keep(self, draft: DraftPass, check: CheckPass) -> KeepStage:
         """One for all checks behind a draft: the target's taps lie in one buffer."""
-        if draft not in self._tails:
-            self._tails[draft] = self._record_tail(draft, check)
-        return self._tails[draft]
+        if draft not in self._keep_stages:
+            self._keep_stages[draft] = self._record_keep(draft, check)
+        return self._keep_stages[draft]
 
     @torch.inference_mode()
-    def _record_tail(self, draft: DraftPass | None, check: CheckPass) -> Tail:
+    def _record_keep(self, draft: DraftPass | None, check: CheckPass) -> KeepStage:
         plan, taps = (check.plan if draft is None else draft.plan), check.taps
         plan.clear_all()  # while recording, kernels run: nobody's slot may be in the plan
         shape = (plan.num_requests, plan.count)
         flat = plan.num_requests * plan.count
-        tail = Tail(AcceptedRows(*(self._on_device(*one) for one in (shape, shape[:1], (flat,), (flat,)))))
-        kept = tail.kept
+        stage = KeepStage(AcceptedRows(*(self._on_device(*one) for one in (shape, shape[:1], (flat,), (flat,)))))
+        kept = stage.kept
         if draft is None and (taps is None or self.drafter is None):
-            return tail  # a single node stays where it is, and nobody looks at it
+            return stage  # a single node stays where it is, and nobody looks at it
 
         @torch.inference_mode()
         def run() -> None:
@@ -277,8 +277,8 @@ class DeviceExecutor:
             if taps is not None and self.drafter is not None:
                 self.drafter.store(taps, kept.rows, kept.positions, slots, plan.inputs.starts)
 
-        tail.run = capture(run, self.device, self._pool)
-        return tail
+        stage.run = capture(run, self.device, self._pool)
+        return stage
 
     @torch.inference_mode()
     def _record_results(self, step: RecordedStep) -> Results:
@@ -293,7 +293,7 @@ class DeviceExecutor:
         @torch.inference_mode()
         def accept() -> None:
             checked = CheckedTrees(check.best, check.plan.inputs.token_ids, step.parents, plan.inputs.starts)
-            self._kernels.accept_trees(checked, step.tail.kept, found.accepted, plan.next_blocks)
+            self._kernels.accept_trees(checked, step.keep.kept, found.accepted, plan.next_blocks)
 
         found.accept = capture(accept, self.device, self._pool)
         return found

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blockpilot.cache.slots import is_contiguous
 from blockpilot.core.config import MAX_TREE_NODES
+from blockpilot.core.device import Placement
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import Observation
@@ -49,22 +50,17 @@ class CheckPass:
 
 class GpuTargetRunner(TargetRunner):
     buckets = CHECK_TOKENS
+    num_spare = 1
 
-    def __init__(
-        self, decoder: Decoder, *, num_slots: int, context_length: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.max_rows = _max_rows(decoder.config, num_slots, dtype)
-        needed = _bytes_needed(decoder.config, num_slots, context_length, self.max_rows, dtype)
-        check_memory(device, needed, "the target's cache and results")
-        super().__init__(
-            decoder, num_slots=num_slots, context_length=context_length, device=device, dtype=dtype, num_spare=1
-        )
-        config = decoder.config
+    def __init__(self, decoder: Decoder, placement: Placement) -> None:
+        config, device, dtype = decoder.config, placement.device, placement.dtype
+        self.max_rows = _max_rows(config, placement)
+        check_memory(device, _bytes_needed(config, placement, self.max_rows), "the target's cache and results")
+        super().__init__(decoder, placement)
         self.fused = FusedDecoder(decoder, self.cache.rows)
-        self._spare_slot = num_slots
+        self._spare_slot = placement.num_slots
         self._pool = graph_pool(device)
         self._logits = torch.empty(self.max_rows, config.vocab_size, dtype=dtype, device=device)
-        self._dtype = dtype
         self._taps: dict[tuple[int, ...], Tensor] = {}  # by the layers that are read
         self._best = torch.empty(self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._best_ids = self._best.numpy()
@@ -84,7 +80,7 @@ class GpuTargetRunner(TargetRunner):
         layers = tuple(tap_layers)
         if layers not in self._taps:
             shape = (self.max_rows, len(layers) * self.decoder.config.hidden_size)
-            self._taps[layers] = torch.empty(shape, dtype=self._dtype, device=self.device)
+            self._taps[layers] = torch.empty(shape, dtype=self._logits.dtype, device=self.device)
         return self._taps[layers]
 
     def prefill(
@@ -108,7 +104,7 @@ class GpuTargetRunner(TargetRunner):
             check = self._check(trees, tap_layers, [params[row] for row, _, _ in rest] if params else ())
             observations, ends = [], []
             for place, (row, slot, ids) in enumerate(rest):
-                self.cache.keep_first(slot, len(ids))
+                self.cache.keep(slot, range(len(ids)))
                 begin = place * check.plan.count
                 end = begin + len(ids)
                 observations.append(Observation(slot, ids, check.taps, range(begin, end)))
@@ -228,12 +224,13 @@ class GpuTargetRunner(TargetRunner):
         return self._moves[num_requests]
 
 
-def _max_rows(config: DecoderConfig, num_slots: int, dtype: torch.dtype) -> int:
-    most = min(MAX_CHECK_ROWS, MAX_LOGITS_BYTES // (config.vocab_size * dtype.itemsize))
-    return min(most, round_up(num_slots, REQUESTS) * CHECK_TOKENS[-1])
+def _max_rows(config: DecoderConfig, placement: Placement) -> int:
+    most = min(MAX_CHECK_ROWS, MAX_LOGITS_BYTES // (config.vocab_size * placement.dtype.itemsize))
+    return min(most, round_up(placement.num_slots, REQUESTS) * CHECK_TOKENS[-1])
 
 
-def _bytes_needed(config: DecoderConfig, num_slots: int, context_length: int, max_rows: int, dtype: torch.dtype) -> int:
+def _bytes_needed(config: DecoderConfig, placement: Placement, max_rows: int) -> int:
+    num_slots, context_length, dtype = placement.num_slots, placement.context_length, placement.dtype
     row = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     cache = (num_slots + 1) * (context_length + MAX_TREE_NODES) * row
     sizes = [size * count for size in REQUESTS if size <= round_up(num_slots, REQUESTS) for count in CHECK_TOKENS]

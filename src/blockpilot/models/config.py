@@ -6,7 +6,8 @@ Readers of what we write disagree on where rotary settings stand: older ones rea
 ones `rope_parameters`. Both are written.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,13 @@ _SHAPE_KEYS = {  # ours and theirs
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
 }
+_ROPE_KEYS = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_context_length": "original_max_position_embeddings",
+}
+_SUPPORTED = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
 
 
@@ -87,18 +95,14 @@ def parse_decoder_config(raw: dict[str, Any], where: str) -> DecoderConfig:
 
 def parse_layer_shapes(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """The keys that targets and drafters share."""
-    _refuse_unsupported(raw, where)
-    try:
+    require_values(raw, _SUPPORTED, where)
+    with naming_keys(where):
         shapes: dict[str, Any] = {ours: int(raw[theirs]) for ours, theirs in _SHAPE_KEYS.items()}
         num_heads = shapes["num_heads"]
         shapes["num_kv_heads"] = int(raw.get("num_key_value_heads") or num_heads)
         shapes["head_dim"] = int(raw.get("head_dim") or shapes["hidden_size"] // num_heads)
         shapes["norm_eps"] = float(raw.get("rms_norm_eps", 1e-6))
         shapes["context_length"] = int(raw["max_position_embeddings"])
-    except KeyError as error:
-        raise InputError(f"{where}: key {error.args[0]!r} is missing") from error
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{where}: {error}") from error
     if num_heads % shapes["num_kv_heads"]:
         raise InputError(
             f"{where}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {shapes['num_kv_heads']}"
@@ -106,12 +110,23 @@ def parse_layer_shapes(raw: dict[str, Any], where: str) -> dict[str, Any]:
     return shapes | {"rope": _parse_rope(raw, where)}
 
 
-def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if raw.get(key):
-            raise InputError(f"{where}: {key}={raw[key]!r} is not supported (only false)")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise InputError(f"{where}: hidden_act={raw['hidden_act']!r} is not supported (only 'silu')")
+@contextmanager
+def naming_keys(where: str) -> Iterator[None]:
+    """A key that is missing, or whose value is of no use, becomes an error that names the file."""
+    try:
+        yield
+    except KeyError as error:
+        raise InputError(f"{where}: key {error.args[0]!r} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where}: {error}") from error
+
+
+def require_values(raw: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
+    """Refuse options that are given, and have another value than the one we can run."""
+    for key, value in wanted.items():
+        given = raw.get(key)
+        if given is not None and (bool(given) if value is False else given != value):
+            raise InputError(f"{where}: {key}={given!r} is not supported (only {str(value).lower()})")
 
 
 def _parse_rope(raw: dict[str, Any], where: str) -> RopeConfig:
@@ -121,20 +136,12 @@ def _parse_rope(raw: dict[str, Any], where: str) -> RopeConfig:
     if kind not in ("default", "linear", "llama3"):
         raise InputError(f"{where}: rope type {kind!r} is not supported; known: default, linear, llama3")
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=float(scaling.get("factor", 1.0)),
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        original_context_length=int(scaling.get("original_max_position_embeddings", 8192)),
-    )
+    given = {ours: scaling[theirs] for ours, theirs in _ROPE_KEYS.items() if kind != "default" and theirs in scaling}
+    return RopeConfig(theta=theta, kind=kind, **given)
 
 
 def _parse_moe(raw: dict[str, Any], where: str) -> MoeConfig:
-    try:
+    with naming_keys(where):
         num_layers = int(raw["num_hidden_layers"])
         step = int(raw.get("decoder_sparse_step", 1))
         plain = set(raw.get("mlp_only_layers") or [])
@@ -146,8 +153,6 @@ def _parse_moe(raw: dict[str, Any], where: str) -> MoeConfig:
             is_normalized=bool(raw.get("norm_topk_prob", False)),
             dense_layers=tuple(i for i in range(num_layers) if i in plain or (i + 1) % step),
         )
-    except KeyError as error:
-        raise InputError(f"{where}: key {error.args[0]!r} is missing") from error
 
 
 def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
@@ -192,12 +197,10 @@ def layer_shapes_dict(config: DecoderConfig) -> dict[str, Any]:
 
 def _rope_dict(rope: RopeConfig) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": rope.kind}
-    if rope.kind != "default":
+    if rope.kind == "linear":
         scaling["factor"] = rope.factor
-    if rope.kind == "llama3":
-        scaling["low_freq_factor"] = rope.low_freq_factor
-        scaling["high_freq_factor"] = rope.high_freq_factor
-        scaling["original_max_position_embeddings"] = rope.original_context_length
+    elif rope.kind == "llama3":
+        scaling |= {theirs: getattr(rope, ours) for ours, theirs in _ROPE_KEYS.items()}
     return {
         "rope_theta": rope.theta,
         "rope_scaling": None if rope.kind == "default" else scaling,
@@ -220,22 +223,3 @@ def _single_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
     if not ids:
         return None
     return ids[0] if len(ids) == 1 else list(ids)
-
-
-def require_equal(name: str, pairs: Mapping[str, tuple[int | None, int]]) -> None:
-    """Refuse a drafter of another target: where shapes happen to agree it would run, and nothing be accepted.
-
-    `pairs` maps a field to its value in the drafter (None: its checkpoint does not say) and in the target.
-    """
-    for field, (ours, theirs) in pairs.items():
-        if ours is not None and ours != theirs:
-            raise InputError(
-                f"drafter {name} does not fit its target: {field} is {ours} in the drafter and {theirs} in the target"
-            )
-
-
-def require_layers(name: str, field: str, layers: Sequence[int], num_layers: int) -> None:
-    """`layers` are 0-based target layers whose outputs the drafter reads; `field` is what its config calls them."""
-    beyond = [layer for layer in layers if not 0 <= layer < num_layers]
-    if beyond:
-        raise InputError(f"drafter {name} does not fit its target: {field} {beyond} of {num_layers} layers")

@@ -57,15 +57,22 @@ class BlockConvolution(nn.Module):
         return self.kernel_projection(x).view(x.shape[0], 2, self.kernel_size, -1).transpose(0, 1)
 
     def apply_side(self, side: int, x: Tensor, deltas: Tensor, offsets: Tensor) -> Tensor:
-        """`offsets` [N] counts each token's place in its block, so that no tap reaches over the block's start."""
-        grouped = x.view(x.shape[0], -1, self.group_size)  # [N, groups, channels]
-        base = self.base_kernel[side].view(self.kernel_size, -1, self.group_size)
-        out = (base[0] + deltas[side, :, 0, :, None]) * grouped
-        for tap in range(1, self.kernel_size):
-            shifted = F.pad(grouped, (0, 0, 0, 0, tap, 0))[: grouped.shape[0]]
-            shifted = shifted * (offsets >= tap)[:, None, None]
-            out = out + (base[tap] + deltas[side, :, tap, :, None]) * shifted
-        return out.reshape(x.shape)
+        return convolve_block(x, self.base_kernel[side], deltas[side], offsets)
+
+
+def convolve_block(x: Tensor, base: Tensor, deltas: Tensor, offsets: Tensor) -> Tensor:
+    """x [N, H] under the kernel `base` [taps, H] with each token's corrections `deltas` [N, taps, groups].
+
+    `offsets` [N] counts each token's place in its block, so that no tap reaches over the block's start.
+    """
+    grouped = x.view(x.shape[0], deltas.shape[2], -1)  # [N, groups, channels]
+    base = base.view(len(base), *grouped.shape[1:])
+    out = (base[0] + deltas[:, 0, :, None]) * grouped
+    for tap in range(1, len(base)):
+        shifted = F.pad(grouped, (0, 0, 0, 0, tap, 0))[: grouped.shape[0]]
+        shifted = shifted * (offsets >= tap)[:, None, None]
+        out = out + (base[tap] + deltas[:, tap, :, None]) * shifted
+    return out.reshape(x.shape)
 
 
 class DraftLayer(nn.Module):

@@ -4,7 +4,6 @@ No embedding and no head are stored: the drafter uses its target's. We add one o
 rows of the target's head that the drafter looks at, because on a CPU the full head costs as much as the draft itself.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,10 @@ import torch
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import ensure_folder, write_text
-from blockpilot.models.config import (
-    DecoderConfig,
-    layer_shapes_dict,
-    parse_layer_shapes,
-    require_equal,
-    require_layers,
-)
+from blockpilot.models.config import DecoderConfig, layer_shapes_dict, naming_keys, parse_layer_shapes, require_values
 from blockpilot.models.dflash import DFlash, DFlashConfig
 from blockpilot.models.loading import resolve_folder
-from blockpilot.models.tensor_files import read_safetensors_folder, write_safetensors_folder
+from blockpilot.models.tensor_files import read_safetensors_folder
 from blockpilot.models.weights import (
     NameTable,
     Source,
@@ -30,13 +22,13 @@ from blockpilot.models.weights import (
     decoder_layer_names,
     disassemble,
     read_config,
-    restore_rotary,
+    write_model_folder,
 )
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 HEAD_ROWS = "draft_token_ids"
-_UNSUPPORTED = ("use_swa", "causal", "is_causal", "final_logit_softcapping")
-_UNIT_SCALES = ("input_embedding_scale", "output_multiplier")
+_SUPPORTED: dict[str, Any] = dict.fromkeys(("use_swa", "causal", "is_causal", "final_logit_softcapping"), False)
+_SUPPORTED |= {"input_embedding_scale": 1, "output_multiplier": 1}
 _TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")  # speculators may store them; never trained
 
 
@@ -45,27 +37,22 @@ def load_dflash(spec: str, dtype: torch.dtype) -> DFlash:
     folder = resolve_folder(spec, what="drafter")
     raw = read_config(folder / "config.json")
     config = parse_dflash_config(raw, str(folder / "config.json"))
-    tensors = read_safetensors_folder(folder)
-    with torch.device("meta"):
-        model = DFlash(config)
-    table = dflash_names(config)
+    tensors, table = read_safetensors_folder(folder), dflash_names(config)
     ignored = (HEAD_ROWS, *(_TARGET_COPIES if raw.get("speculators_model_type") else ()))
-    assemble(model, table=table, tensors=tensors, where=str(folder), dtype=dtype, ignored=ignored)
-    restore_rotary(model, config.layers)
+    model = assemble(
+        lambda: DFlash(config), table=table, tensors=tensors, where=str(folder), dtype=dtype, ignored=ignored
+    )
     if HEAD_ROWS in tensors:
         model.draft_token_ids = _check_head_rows(tensors[HEAD_ROWS], config, str(folder))
-    return model.eval()
+    return model
 
 
 def save_dflash(model: DFlash, folder: Path) -> None:
     """Write config.json and model.safetensors in the z-lab format."""
-    ensure_folder(folder)
     tensors = disassemble(model, dflash_names(model.config))
     if model.draft_token_ids is not None:
         tensors[HEAD_ROWS] = model.draft_token_ids
-    write_safetensors_folder(folder, tensors)
-    raw = dflash_config_dict(model.config, model.norm.weight.dtype)
-    write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+    write_model_folder(folder, tensors, dflash_config_dict(model.config, model.norm.weight.dtype))
 
 
 def dflash_names(config: DFlashConfig) -> NameTable:
@@ -90,8 +77,8 @@ def parse_dflash_config(raw: dict[str, Any], where: str) -> DFlashConfig:
     if raw.get("speculators_model_type"):
         raw = _from_speculators(raw, where)
     options = raw.get("dflash_config") or {}
-    _refuse_unsupported(options, where)
-    try:
+    require_values(options, _SUPPORTED, f"{where}: dflash_config")
+    with naming_keys(where):
         return DFlashConfig(
             layers=DecoderConfig(architecture="qwen3", is_tied=True, **parse_layer_shapes(raw, where)),
             block_size=int(raw.get("block_size") or options["block_size"]),
@@ -103,10 +90,6 @@ def parse_dflash_config(raw: dict[str, Any], where: str) -> DFlashConfig:
             selector_rank=int(options.get("selector_rank", 0)),
             selector_top_k=int(options.get("selector_top_k", 16)),
         )
-    except KeyError as error:
-        raise InputError(f"{where}: key {error.args[0]!r} is missing") from error
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{where}: {error}") from error
 
 
 def dflash_config_dict(config: DFlashConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -135,35 +118,11 @@ def dflash_config_dict(config: DFlashConfig, dtype: torch.dtype) -> dict[str, An
     }
 
 
-def check_fit(drafter: DFlashConfig, target: DecoderConfig, name: str) -> None:
-    """A drafter must have been made for this target; names the first field that says otherwise, and both values."""
-    pairs = {
-        "hidden_size": (drafter.layers.hidden_size, target.hidden_size),
-        "vocab_size": (drafter.layers.vocab_size, target.vocab_size),
-        "num_target_layers": (drafter.num_target_layers, target.num_layers),
-    }
-    require_equal(name, pairs)
-    require_layers(name, "target_layer_ids", drafter.tap_layers, target.num_layers)
-    if not 0 <= drafter.mask_token_id < target.vocab_size:
-        raise InputError(
-            f"drafter {name}: mask_token_id {drafter.mask_token_id} lies outside the vocabulary of {target.vocab_size}"
-        )
-
-
-def _refuse_unsupported(options: dict[str, Any], where: str) -> None:
-    for key in _UNSUPPORTED:
-        if options.get(key):
-            raise InputError(f"{where}: dflash_config.{key}={options[key]!r} is not supported")
-    for key in _UNIT_SCALES:
-        if options.get(key) not in (None, 1, 1.0):
-            raise InputError(f"{where}: dflash_config.{key}={options[key]!r} is not supported (only 1)")
-
-
 def _from_speculators(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """The speculators layout in z-lab words; its layer ids count the embedding as layer 0."""
     if raw.get("draft_vocab_size") not in (None, raw.get("transformer_layer_config", {}).get("vocab_size")):
         raise InputError(f"{where}: a reduced draft vocabulary (draft_vocab_size) is not supported in this format")
-    try:
+    with naming_keys(where):
         shapes = dict(raw["transformer_layer_config"])
         taps = [layer - 1 for layer in raw["aux_hidden_state_layer_ids"]]
         options = {"mask_token_id": raw["mask_token_id"], "target_layer_ids": taps}
@@ -172,8 +131,6 @@ def _from_speculators(raw: dict[str, Any], where: str) -> dict[str, Any]:
             "num_target_layers": raw.get("num_target_layers"),  # this format does not say
             "dflash_config": options,
         }
-    except KeyError as error:
-        raise InputError(f"{where}: key {error.args[0]!r} is missing") from error
 
 
 def _check_head_rows(rows: Tensor, config: DFlashConfig, where: str) -> Tensor:

@@ -6,7 +6,6 @@ draft id + d2t) and the mask `t2d`. Tap layers are named in two ways. The defaul
 names the layer whose OUTPUT is read, as SGLang does. Ours are outputs; both are written, so that every reader agrees.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +15,11 @@ import torch
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import ensure_folder, write_text
-from blockpilot.models.config import (
-    DecoderConfig,
-    layer_shapes_dict,
-    parse_layer_shapes,
-    require_equal,
-    require_layers,
-)
+from blockpilot.models.config import DecoderConfig, layer_shapes_dict, parse_layer_shapes, require_values
 from blockpilot.models.eagle3 import NUM_TAPS, Eagle3, Eagle3Config
 from blockpilot.models.loading import resolve_folder
 from blockpilot.models.packing import quantize_linears
-from blockpilot.models.tensor_files import read_safetensors_folder, write_safetensors_folder
+from blockpilot.models.tensor_files import read_safetensors_folder
 from blockpilot.models.weights import (
     NameTable,
     Source,
@@ -35,7 +27,7 @@ from blockpilot.models.weights import (
     decoder_layer_names,
     disassemble,
     read_config,
-    restore_rotary,
+    write_model_folder,
 )
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
@@ -52,28 +44,29 @@ def load_eagle3(spec: str, dtype: torch.dtype, *, num_target_layers: int) -> Eag
     config = parse_eagle3_config(read_config(folder / "config.json"), where, num_target_layers=num_target_layers)
     tensors = read_safetensors_folder(folder)
     config = replace(config, has_embedding=EMBEDDING in tensors)
-    with torch.device("meta"):
-        model = Eagle3(config)
     layer_name = "layers.0" if any(name.startswith("layers.0.") for name in tensors) else "midlayer"
-    table = eagle3_names(config, layer_name)
-    assemble(model, table=table, tensors=tensors, where=str(folder), dtype=dtype, ignored=VOCABULARY_TENSORS)
-    restore_rotary(model, config.layers)
+    model = assemble(
+        lambda: Eagle3(config),
+        table=eagle3_names(config, layer_name),
+        tensors=tensors,
+        where=str(folder),
+        dtype=dtype,
+        ignored=VOCABULARY_TENSORS,
+    )
     if tensors.is_packed and dtype == torch.float32:
         quantize_linears(model)  # the stored codes again, for whoever packs the weights
     model.draft_token_ids = _read_vocabulary(tensors, config, str(folder))
-    return model.eval()
+    return model
 
 
 def save_eagle3(model: Eagle3, folder: Path) -> None:
     """Write config.json and model.safetensors in the public format."""
-    ensure_folder(folder)
     ids = model.draft_token_ids.cpu()
     mask = torch.zeros(model.config.layers.vocab_size, dtype=torch.bool)
     mask[ids] = True
     tensors = disassemble(model, eagle3_names(model.config, "midlayer"))
-    write_safetensors_folder(folder, tensors | {"d2t": ids - torch.arange(len(ids)), "t2d": mask})
-    raw = eagle3_config_dict(model.config, model.norm.weight.dtype)
-    write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+    tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": mask}
+    write_model_folder(folder, tensors, eagle3_config_dict(model.config, model.norm.weight.dtype))
 
 
 def eagle3_names(config: Eagle3Config, layer_name: str) -> NameTable:
@@ -93,10 +86,11 @@ def parse_eagle3_config(raw: dict[str, Any], where: str, *, num_target_layers: i
     names = raw.get("architectures") or []
     if not any(name in ARCHITECTURES for name in names):
         raise InputError(f"{where}: {names} is no EAGLE-3 drafter; known: {', '.join(ARCHITECTURES)}")
-    _refuse_unsupported(raw, where)
-    shapes = parse_layer_shapes(_layer_keys(raw, where), where)
-    if shapes["num_layers"] != 1:
-        raise InputError(f"{where}: num_hidden_layers={shapes['num_layers']} is not supported (only 1)")
+    require_values(raw, dict.fromkeys(_UNSUPPORTED, False), where)
+    require_values(raw.get("eagle_config") or {}, {"use_aux_hidden_state": True}, f"{where}: eagle_config")
+    keys = _layer_keys(raw, where)
+    shapes = parse_layer_shapes(keys, where)
+    require_values(keys, {"num_hidden_layers": 1}, where)
     depth = int(raw.get("num_target_layers") or num_target_layers)
     config = Eagle3Config(
         layers=DecoderConfig(architecture="llama", is_tied=False, **shapes),
@@ -134,19 +128,6 @@ def eagle3_config_dict(config: Eagle3Config, dtype: torch.dtype) -> dict[str, An
     }
 
 
-def check_fit(drafter: Eagle3Config, target: DecoderConfig, name: str) -> None:
-    """A drafter must have been made for this target; names the first field that says otherwise, and both values."""
-    pairs = {
-        "target_hidden_size": (drafter.target_hidden_size, target.hidden_size),
-        "vocab_size": (drafter.layers.vocab_size, target.vocab_size),
-        "num_target_layers": (drafter.num_target_layers, target.num_layers),
-    }
-    if not drafter.has_embedding:  # the target's embedding feeds the drafter's layer
-        pairs["hidden_size"] = (drafter.layers.hidden_size, target.hidden_size)
-    require_equal(name, pairs)
-    require_layers(name, "tap layers", drafter.tap_layers, target.num_layers)
-
-
 def _layer_keys(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """Where the shapes of the layer stand: at the top, or in speculators' own section."""
     keys = raw
@@ -154,8 +135,7 @@ def _layer_keys(raw: dict[str, Any], where: str) -> dict[str, Any]:
         keys = raw.get("transformer_layer_config") or {}
         if not keys:
             raise InputError(f"{where}: key 'transformer_layer_config' is missing")
-    if keys.get("model_type", "llama") != "llama":
-        raise InputError(f"{where}: model_type={keys['model_type']!r} is not supported (only 'llama')")
+    require_values(keys, {"model_type": "llama"}, where)
     return keys
 
 
@@ -171,14 +151,6 @@ def _tap_layers(raw: dict[str, Any], where: str, depth: int) -> tuple[int, ...]:
     if len(layers) != NUM_TAPS:
         raise InputError(f"{where}: {TAP_KEY} must name {NUM_TAPS} layers, got {len(layers)}")
     return tuple(int(layer) for layer in layers)
-
-
-def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
-    for key in _UNSUPPORTED:
-        if raw.get(key):
-            raise InputError(f"{where}: {key}={raw[key]!r} is not supported")
-    if (raw.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
-        raise InputError(f"{where}: eagle_config.use_aux_hidden_state=False is not supported (only true)")
 
 
 def _read_vocabulary(tensors: Mapping[str, Tensor], config: Eagle3Config, where: str) -> Tensor:

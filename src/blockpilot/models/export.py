@@ -1,7 +1,7 @@
 """A target written as a Hugging Face folder, for `transformers`, vLLM, SGLang and training tools.
 
-The folder appears whole or not at all: it is written beside its place and renamed at the end. A small marker file tells
-our exports apart from folders that somebody else filled, which are never touched.
+The folder appears whole or not at all: it is written beside its place and renamed at the end, when an earlier export is
+removed. A small marker file tells our exports apart from folders that somebody else filled, which are never touched.
 """
 
 import json
@@ -17,12 +17,13 @@ import torch
 from blockpilot.core.config import cache_dir
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import ensure_folder, write_text
-from blockpilot.models.dflash_format import load_dflash, save_dflash
-from blockpilot.models.eagle3_format import ARCHITECTURES as EAGLE3_NAMES
-from blockpilot.models.eagle3_format import load_eagle3, save_eagle3
-from blockpilot.models.loading import LoadedTarget, load_target, resolve_folder
+from blockpilot.models.dflash_format import save_dflash
+from blockpilot.models.drafter_files import load_drafter
+from blockpilot.models.eagle3 import Eagle3
+from blockpilot.models.eagle3_format import save_eagle3
+from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.models.shipped import DRAFTERS
-from blockpilot.models.weights import read_config, save_decoder_folder
+from blockpilot.models.weights import save_decoder_folder
 from blockpilot.models.wheel_download import Progress
 
 MARKER = "blockpilot_export.json"
@@ -38,13 +39,12 @@ def export_target(spec: str, out: Path, progress: Progress | None = None) -> Pat
 def export_drafter(name: str, out: Path) -> Path:
     """Write a shipped drafter in the public format that other engines load: in bfloat16, without our reduced head."""
     check_destination(out)
-    names = read_config(resolve_folder(name, what="drafter") / "config.json").get("architectures") or []
+    model = load_drafter(name, torch.bfloat16)
 
     def write(folder: Path) -> None:
-        if any(known in names for known in EAGLE3_NAMES):
-            save_eagle3(load_eagle3(name, torch.bfloat16, num_target_layers=0), folder)
+        if isinstance(model, Eagle3):
+            save_eagle3(model, folder)
         else:
-            model = load_dflash(name, torch.bfloat16)
             model.draft_token_ids = None
             save_dflash(model, folder)
         write_text(folder / MARKER, json.dumps({"source": name}, indent=2) + "\n")
@@ -70,7 +70,9 @@ def _write_whole(out: Path, write: Callable[[Path], None]) -> Path:
     try:
         write(temporary)
         temporary.chmod(0o755)
-        _take_place(temporary, out)
+        if out.exists():
+            shutil.rmtree(out)
+        os.replace(temporary, out)
     except OSError as error:
         raise BlockPilotError(f"cannot write {out}: {error.strerror}") from error
     finally:
@@ -104,18 +106,3 @@ def _generation_config(target: LoadedTarget) -> dict[str, Any]:
         "pad_token_id": tokenizer.backend.token_to_id(padding) if padding else None,
     }
     return {"do_sample": False} | {key: value for key, value in values.items() if value is not None}
-
-
-def _take_place(temporary: Path, out: Path) -> None:
-    """Move the new folder in; an earlier export steps aside first and is removed last."""
-    if not out.exists():
-        os.replace(temporary, out)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=temporary.parent))
-    try:
-        os.replace(out, aside / "old")
-        os.replace(temporary, out)
-    finally:
-        if not out.exists() and (aside / "old").exists():
-            os.replace(aside / "old", out)
-        shutil.rmtree(aside, ignore_errors=True)

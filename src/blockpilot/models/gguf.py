@@ -6,6 +6,7 @@ architecture, and it stores Llama 3's rotary scaling as precomputed factors.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,27 @@ from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
 from blockpilot.models.block_codes import BlockCodes, decode_blocks
-from blockpilot.models.config import DecoderConfig, MoeConfig, RopeConfig
+from blockpilot.models.config import DecoderConfig, RopeConfig, parse_decoder_config, require_values
 from blockpilot.models.decoder import Decoder, rope_frequencies
 from blockpilot.models.weights import build_decoder, decoder_names
 from blockpilot.text.tokenizer import Tokenizer
 
 _MAGIC = b"GGUF"
-ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
+_SHAPES = {  # keys of a Hugging Face config, and the fields that hold the same
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+}
+_OPTIONAL_SHAPES = {"num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length"}
+_EXPERT_SHAPES = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -175,57 +190,28 @@ def _parse_config(
     if name not in ARCHITECTURES:
         raise InputError(f"{where}: architecture {name!r} is not supported; known: {', '.join(ARCHITECTURES)}")
     settings = {key.removeprefix(f"{name}."): value for key, value in fields.items() if key.startswith(f"{name}.")}
+    is_moe = name == "qwen3moe"
     try:
-        shapes = _parse_shapes(settings)
-        moe = _parse_moe(settings) if name == "qwen3moe" else None
+        raw = {key: settings[field] for key, field in (_SHAPES | (_EXPERT_SHAPES if is_moe else {})).items()}
     except KeyError as error:
         raise InputError(f"{where}: field {name}.{error.args[0]} is missing") from error
-    _refuse_unsupported(settings, name=name, head_dim=shapes["head_dim"], where=where)
-    rope = _parse_rope(settings, head_dim=shapes["head_dim"], factors=tensors.rope_factors, where=where)
-    return DecoderConfig(
-        architecture=ARCHITECTURES[name],
-        vocab_size=len(fields["tokenizer.ggml.tokens"]),
-        is_tied="lm_head.weight" not in tensors,
-        rope=rope,
-        moe=moe,
-        eos_token_ids=eos_token_ids,
-        bos_token_id=fields.get("tokenizer.ggml.bos_token_id"),
-        **shapes,
-    )
-
-
-def _parse_shapes(settings: Mapping[str, Any]) -> dict[str, Any]:
-    num_heads = int(settings["attention.head_count"])
-    hidden_size = int(settings["embedding_length"])
-    return {
-        "hidden_size": hidden_size,
-        "intermediate_size": int(settings["feed_forward_length"]),
-        "num_layers": int(settings["block_count"]),
-        "num_heads": num_heads,
-        "num_kv_heads": int(settings.get("attention.head_count_kv", num_heads)),
-        "head_dim": int(settings.get("attention.key_length", hidden_size // num_heads)),
-        "norm_eps": float(settings["attention.layer_norm_rms_epsilon"]),
-        "context_length": int(settings["context_length"]),
+    raw |= {key: settings[field] for key, field in _OPTIONAL_SHAPES.items() if field in settings}
+    raw |= {
+        "architectures": [ARCHITECTURES[name]],
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
+        "norm_topk_prob": True,  # the file does not say; every Qwen3-MoE model is normalised
+        "tie_word_embeddings": "lm_head.weight" not in tensors,
+        "eos_token_id": list(eos_token_ids),
+        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
     }
-
-
-def _parse_moe(settings: Mapping[str, Any]) -> MoeConfig:
-    return MoeConfig(
-        num_experts=int(settings["expert_count"]),
-        num_active=int(settings["expert_used_count"]),
-        intermediate_size=int(settings["expert_feed_forward_length"]),
-        is_normalized=True,  # the file does not say; every Qwen3-MoE model is
+    config = parse_decoder_config(raw, where)
+    wanted = dict.fromkeys(("rope.dimension_count", "attention.value_length"), config.head_dim)
+    require_values(settings, wanted | {"attention.sliding_window": False}, f"{where}: {name}")
+    if not is_moe:
+        require_values(settings, {"expert_count": False}, f"{where}: {name}")
+    return replace(
+        config, rope=_parse_rope(settings, head_dim=config.head_dim, factors=tensors.rope_factors, where=where)
     )
-
-
-def _refuse_unsupported(settings: Mapping[str, Any], *, name: str, head_dim: int, where: str) -> None:
-    for key in ("rope.dimension_count", "attention.value_length"):
-        if settings.get(key, head_dim) != head_dim:
-            raise InputError(f"{where}: {name}.{key}={settings[key]} differs from the head size {head_dim}")
-    if settings.get("attention.sliding_window"):
-        raise InputError(f"{where}: sliding-window attention is not supported")
-    if name != "qwen3moe" and settings.get("expert_count"):
-        raise InputError(f"{where}: experts are supported for qwen3moe only, not for {name}")
 
 
 def _parse_rope(settings: Mapping[str, Any], *, head_dim: int, factors: Tensor | None, where: str) -> RopeConfig:

@@ -5,10 +5,8 @@ code * scale, one scale per 32 neighbours of a row. Everything else (norms, conv
 file's own metadata says so, `{"blockpilot_storage": "int8-blocks-32"}`, so that no foreign tensor is taken for codes.
 
 These are the codes that a CPU multiplies by: rounding the loaded weights again gives the same codes, bit for bit
-(`BlockCodes.quantize`).
+(`BlockCodes.quantize`). Here they are read; `recipes/pack_drafter.py` writes them.
 """
-
-from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -33,19 +31,6 @@ def stored_names(names: list[str], metadata: dict[str, str], where: str) -> dict
     plain = {name: [name] for name in names if not name.endswith((CODES, SCALES))}
     packed = [name.removesuffix(CODES) for name in names if name.endswith(CODES)]
     return plain | {name: [name + CODES, name + SCALES] for name in packed}
-
-
-def pack_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a packed file holds of these tensors."""
-    packed: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and tensor.dim() == 2 and tensor.shape[1] % BLOCK == 0:
-            blocks = BlockCodes.quantize(tensor.float().numpy())
-            packed[name + CODES] = torch.from_numpy(blocks.codes)
-            packed[name + SCALES] = torch.from_numpy(blocks.scales).bfloat16()
-        else:
-            packed[name] = tensor
-    return packed
 
 
 def unpack_tensor(codes: Tensor, scales: Tensor, *, where: str) -> Tensor:

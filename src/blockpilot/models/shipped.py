@@ -1,11 +1,11 @@
 """Drafters that come with the package, one folder each under `assets/`, every one with its model card."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blockpilot.core.errors import BlockPilotError
+from blockpilot.core.files import hash_file
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
@@ -49,7 +49,7 @@ def shipped_folder(name: str) -> Path | None:
 def verify_shipped(name: str) -> Path:
     """The folder, after its weights' checksum was computed again."""
     weights = ASSETS / name / "model.safetensors"
-    if not weights.is_file() or hashlib.sha256(weights.read_bytes()).hexdigest() != DRAFTERS[name].sha256:
+    if not weights.is_file() or hash_file(weights) != DRAFTERS[name].sha256:
         raise BlockPilotError(f"{weights} is missing or damaged: install the package again")
     return weights.parent
 

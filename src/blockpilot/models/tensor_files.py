@@ -8,13 +8,14 @@ Matrices stored as 8-bit codes (`models/packed_storage.py`) are read as the floa
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import atomic_path, ensure_folder, write_text
-from blockpilot.models.packed_storage import METADATA, pack_tensors, stored_names, unpack_tensor
+from blockpilot.models.packed_storage import stored_names, unpack_tensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -78,15 +79,14 @@ def _open_file(path: Path) -> Any:
 
 
 def write_safetensors_folder(
-    folder: Path, tensors: Mapping[str, Tensor], *, is_packed: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    metadata: Mapping[str, str] = MappingProxyType({"format": "pt"}),
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write all tensors, in one file where they fit and else in shards with an index; older weight files go.
-
-    `is_packed` rounds matrices to 8-bit codes.
-    """
+    """Write all tensors, in one file where they fit and else in shards with an index; older weight files go."""
     ensure_folder(folder)
-    metadata = METADATA if is_packed else {"format": "pt"}
-    tensors = pack_tensors(tensors) if is_packed else tensors
     shards = _plan_shards(tensors, max_shard_bytes)
     count = len(shards)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -111,12 +111,12 @@ def _plan_shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[li
     return shards
 
 
-def _write_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def _write_file(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
     from safetensors.torch import save_file
 
     with atomic_path(path) as temporary:
         plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        save_file(plain, str(temporary), metadata=metadata)
+        save_file(plain, str(temporary), metadata=dict(metadata))
 
 
 def _write_index(folder: Path, shards: dict[str, list[str]], tensors: Mapping[str, Tensor]) -> None:

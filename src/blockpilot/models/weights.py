@@ -7,20 +7,21 @@ that names it, because a model that loads partly still writes fluent nonsense.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import ensure_folder, write_text
+from blockpilot.core.files import write_text
 from blockpilot.models.config import DecoderConfig, decoder_config_dict, parse_decoder_config
 from blockpilot.models.decoder import Decoder, Rotary, rope_frequencies
 from blockpilot.models.tensor_files import read_safetensors_folder, write_safetensors_folder
 
+Module = TypeVar("Module", bound=nn.Module)
 MAX_NAMED = 8  # names listed in an error before it only counts
 
 
@@ -85,23 +86,23 @@ def _mlp_names(ours: str, theirs: str, num_rows: int) -> NameTable:
 
 
 def assemble(
-    module: nn.Module,
+    make: Callable[[], Module],
     *,
     table: NameTable,
     tensors: Mapping[str, Tensor],
     where: str,
     dtype: torch.dtype,
     ignored: Iterable[str] = (),
-) -> None:
-    """Fill every parameter of `module` (built on the meta device) from checkpoint tensors; gradients are off.
+) -> Module:
+    """A module whose every parameter comes from checkpoint tensors, ready to run; gradients are off.
 
-    `ignored` names checkpoint tensors that may be there without being read. Non-persistent buffers stay on the meta
-    device: call `restore_rotary` afterwards.
+    `ignored` names checkpoint tensors that may be there without being read.
     """
     _check_names(table, tensors, where=where, ignored=set(ignored))
-    parameters = dict(module.named_parameters())
+    with torch.device("meta"):  # no memory for values that are replaced at once
+        module = make()
     problems: list[str] = []
-    for name, parameter in parameters.items():
+    for name, parameter in list(module.named_parameters()):
         if name not in table:
             raise KeyError(f"no checkpoint tensor is listed for parameter {name}")
         parts = _read_parts(table[name], tensors, shape=parameter.shape, problems=problems)
@@ -111,6 +112,10 @@ def assemble(
             _assign(module, name, whole)
     if problems:
         raise InputError(f"{where}: wrong tensors: {_shorten(problems)}")
+    for child in module.modules():
+        if isinstance(child, Rotary):  # frequencies are computed, never stored
+            child.inverse_frequencies = rope_frequencies(child.config, child.head_dim)
+    return module.eval()
 
 
 def _read_parts(
@@ -151,13 +156,6 @@ def _assign(module: nn.Module, name: str, value: Tensor) -> None:
     setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 
 
-def restore_rotary(module: nn.Module, config: DecoderConfig) -> None:
-    """Rotary frequencies are computed, never stored: make them anew after a build on the meta device."""
-    for child in module.modules():
-        if isinstance(child, Rotary):
-            child.inverse_frequencies = rope_frequencies(config.rope, config.head_dim)
-
-
 def disassemble(module: nn.Module, table: NameTable) -> dict[str, Tensor]:
     """Checkpoint tensors as views into the parameters of `module`: the inverse of `assemble`."""
     tensors: dict[str, Tensor] = {}
@@ -173,14 +171,11 @@ def disassemble(module: nn.Module, table: NameTable) -> dict[str, Tensor]:
 
 def build_decoder(config: DecoderConfig, tensors: Mapping[str, Tensor], *, where: str, dtype: torch.dtype) -> Decoder:
     """A decoder ready to run from any mapping of Hugging Face names to tensors."""
-    with torch.device("meta"):
-        decoder = Decoder(config)
-    ignored = ("lm_head.weight",) if config.is_tied else ()
-    assemble(decoder, table=decoder_names(config), tensors=tensors, where=where, dtype=dtype, ignored=ignored)
+    table, ignored = decoder_names(config), ("lm_head.weight",) if config.is_tied else ()
+    decoder = assemble(lambda: Decoder(config), table=table, tensors=tensors, where=where, dtype=dtype, ignored=ignored)
     if config.is_tied:
         decoder.lm_head.weight = decoder.embed_tokens.weight
-    restore_rotary(decoder, config)
-    return decoder.eval()
+    return decoder
 
 
 def load_decoder_folder(folder: Path, dtype: torch.dtype) -> Decoder:
@@ -207,7 +202,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def save_decoder_folder(decoder: Decoder, folder: Path) -> None:
     """Write config.json and safetensors under Hugging Face names. Call it before `pack_linears`."""
-    ensure_folder(folder)
-    write_safetensors_folder(folder, disassemble(decoder, decoder_names(decoder.config)))
-    raw = decoder_config_dict(decoder.config, decoder.embed_tokens.weight.dtype)
-    write_text(folder / "config.json", json.dumps(raw, indent=2) + "\n")
+    config = decoder_config_dict(decoder.config, decoder.embed_tokens.weight.dtype)
+    write_model_folder(folder, disassemble(decoder, decoder_names(decoder.config)), config)
+
+
+def write_model_folder(folder: Path, tensors: Mapping[str, Tensor], config: dict[str, Any]) -> None:
+    write_safetensors_folder(folder, tensors)
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")

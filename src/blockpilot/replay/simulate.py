@@ -68,7 +68,7 @@ def simulate(
 
 @dataclass
 class _Walk:
-    """A request on its way through its answer."""
+    """One request, walked through its answer."""
 
     trace: Trace
     pilot: Pilot

@@ -14,6 +14,7 @@ from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.plan import encode_turn
 from blockpilot.decoding.target import PassResult, TargetRunner
 from blockpilot.text.prompts import Prompt
+from tests.tiny import make_placement
 from tests.unit.bench.pieces import make_answer
 from tests.unit.training.pieces import chat_target
 
@@ -145,6 +146,5 @@ def run_out_of_memory(*given: Any, **options: Any) -> TargetRunner:
 def float32_scores(llm: LLM, token_ids: list[int]) -> torch.Tensor:
     """Of the same weights: those of the run, which are rounded."""
     decoder = copy.deepcopy(llm.engine.runner.decoder).float()
-    device = torch.device("cpu")
-    runner = TargetRunner(decoder, num_slots=1, context_length=64, device=device, dtype=torch.float32)
+    runner = TargetRunner(decoder, make_placement(1, 64))
     return runner.prefill([(runner.cache.reserve(), token_ids)], ()).logits[0]

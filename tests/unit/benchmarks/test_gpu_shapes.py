@@ -1,11 +1,10 @@
 """The floor of a step with routed experts counts the experts that its tokens choose."""
 
-import torch
 from gpu_shapes import idle_bytes
 
 from blockpilot.core.tree import DraftTree
 from blockpilot.gpu.target import GpuTargetRunner
-from tests.tiny import make_decoder
+from tests.tiny import make_decoder, make_placement
 
 NUM_ROUTED = 2  # layers; each token chooses two of four experts
 EXPERT_BYTES = 3 * 32 * 24 * 4
@@ -13,7 +12,7 @@ EXPERT_BYTES = 3 * 32 * 24 * 4
 
 def make_runner(architecture: str) -> GpuTargetRunner:
     decoder = make_decoder(architecture).requires_grad_(False)
-    return GpuTargetRunner(decoder, num_slots=2, context_length=64, device=torch.device("cpu"), dtype=torch.float32)
+    return GpuTargetRunner(decoder, make_placement(2, 64))
 
 
 def test_a_token_reads_the_experts_it_chooses():

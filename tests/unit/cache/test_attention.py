@@ -10,6 +10,7 @@ from torch import Tensor
 from blockpilot.cache.attention import RaggedAttention, Segment
 from blockpilot.cache.slots import SlotCache
 from blockpilot.core.tree import DraftTree
+from tests.tiny import make_cache
 
 HEAD_DIM, NUM_LAYERS = 6, 2
 TREE = DraftTree.build(1, [(0, 2), (0, 3), (1, 4), (2, 5), (3, 6), (1, 7)])
@@ -42,7 +43,7 @@ def visible_rows(segment: Segment, num_committed: int) -> np.ndarray:
 
 def make_filled_cache(num_kv_heads: int, lengths: list[int]) -> tuple[SlotCache, list[Tensor]]:
     """A cache whose slot i holds lengths[i] random rows, and those rows [layers, 2, length, heads, dim] per slot."""
-    cache = SlotCache(
+    cache = make_cache(
         num_layers=NUM_LAYERS, num_slots=len(lengths), num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, capacity=40
     )
     cache.rows.fill_(float("nan"))  # a row that nobody wrote must never be read

@@ -6,12 +6,13 @@ from torch import Tensor
 
 from blockpilot.cache.slots import SlotCache
 from blockpilot.core.errors import BlockPilotError
+from tests.tiny import make_cache
 
 NUM_LAYERS, HEADS, HEAD_DIM, CAPACITY = 2, 3, 4, 10
 
 
-def make_cache(num_slots: int = 2) -> SlotCache:
-    return SlotCache(
+def cache_of(num_slots: int = 2) -> SlotCache:
+    return make_cache(
         num_layers=NUM_LAYERS, num_slots=num_slots, num_kv_heads=HEADS, head_dim=HEAD_DIM, capacity=CAPACITY
     )
 
@@ -35,7 +36,7 @@ def as_stored(keys: Tensor, values: Tensor) -> Tensor:
 
 
 def test_write_returns_every_filled_row() -> None:
-    cache = make_cache()
+    cache = cache_of()
     keys, values = append_rows(cache, 0, 3)
     cache.keep(0, range(3))
     assert cache.append(0, 2) == 3
@@ -47,7 +48,7 @@ def test_write_returns_every_filled_row() -> None:
 
 @pytest.mark.parametrize("path", [(), (0,), (0, 1, 2), (1,), (0, 2, 5), (0, 3, 4), (2, 3, 4, 5)])
 def test_keep_gathers_the_path_into_contiguous_rows_of_every_layer(path: tuple[int, ...]) -> None:
-    cache = make_cache()
+    cache = cache_of()
     first = as_stored(*append_rows(cache, 1, 2))
     cache.keep(1, (0, 1))
     drafted = as_stored(*append_rows(cache, 1, 6))
@@ -57,7 +58,7 @@ def test_keep_gathers_the_path_into_contiguous_rows_of_every_layer(path: tuple[i
 
 
 def test_slots_do_not_touch_each_other() -> None:
-    cache = make_cache()
+    cache = cache_of()
     first = as_stored(*append_rows(cache, 0, 4))
     cache.keep(0, range(4))
     append_rows(cache, 1, 7)
@@ -66,7 +67,7 @@ def test_slots_do_not_touch_each_other() -> None:
 
 
 def test_append_again_drops_open_rows() -> None:
-    cache = make_cache()
+    cache = cache_of()
     append_rows(cache, 0, 5)
     second = as_stored(*append_rows(cache, 0, 2))
     cache.keep(0, (0, 1))
@@ -74,7 +75,7 @@ def test_append_again_drops_open_rows() -> None:
 
 
 def test_a_slot_given_out_again_is_empty() -> None:
-    cache = make_cache(num_slots=1)
+    cache = cache_of(num_slots=1)
     slot = cache.reserve()
     append_rows(cache, slot, 3)
     cache.keep(slot, range(3))
@@ -85,14 +86,14 @@ def test_a_slot_given_out_again_is_empty() -> None:
 
 
 def test_reserve_hands_out_every_slot_once_then_fails() -> None:
-    cache = make_cache(num_slots=3)
+    cache = cache_of(num_slots=3)
     assert sorted(cache.reserve() for _ in range(3)) == [0, 1, 2]
     with pytest.raises(BlockPilotError, match="no free KV slot"):
         cache.reserve()
 
 
 def test_free_twice_fails() -> None:
-    cache = make_cache()
+    cache = cache_of()
     slot = cache.reserve()
     cache.free(slot)
     with pytest.raises(BlockPilotError, match=f"slot {slot} was freed twice"):
@@ -101,7 +102,7 @@ def test_free_twice_fails() -> None:
 
 
 def test_append_beyond_the_capacity_names_both_numbers() -> None:
-    cache = make_cache()
+    cache = cache_of()
     cache.append(0, CAPACITY)
     cache.keep(0, range(CAPACITY))
     with pytest.raises(BlockPilotError, match=r"holds 10 rows; 10 \+ 1"):
@@ -110,7 +111,7 @@ def test_append_beyond_the_capacity_names_both_numbers() -> None:
 
 @pytest.mark.parametrize("path", [(3,), (0, 3), (2, 1), (0, 0), (-1,), (0, 5, 2)])
 def test_a_path_outside_the_open_rows_or_out_of_order_is_refused(path: tuple[int, ...]) -> None:
-    cache = make_cache()
+    cache = cache_of()
     append_rows(cache, 0, 3)
     with pytest.raises(BlockPilotError, match="3 open rows"):
         cache.keep(0, path)
@@ -118,7 +119,7 @@ def test_a_path_outside_the_open_rows_or_out_of_order_is_refused(path: tuple[int
 
 
 def test_open_rows_can_be_kept_only_once() -> None:
-    cache = make_cache()
+    cache = cache_of()
     append_rows(cache, 0, 3)
     cache.keep(0, (0,))
     with pytest.raises(BlockPilotError, match="0 open rows"):
@@ -126,7 +127,7 @@ def test_open_rows_can_be_kept_only_once() -> None:
 
 
 def test_extend_is_append_and_keep() -> None:
-    cache = make_cache()
+    cache = cache_of()
     assert [cache.extend(1, 3), cache.extend(1, 4)] == [0, 3]
     assert cache.lengths == [0, 7] and cache.appended == [0, 0]
     with pytest.raises(BlockPilotError, match=r"7 \+ 4 do not fit"):
@@ -134,7 +135,7 @@ def test_extend_is_append_and_keep() -> None:
 
 
 def test_rewind_forgets_rows_kept_on_trial() -> None:
-    cache = make_cache()
+    cache = cache_of()
     kept = as_stored(*append_rows(cache, 0, 3))
     cache.keep(0, range(3))
     append_rows(cache, 0, 4)
@@ -146,7 +147,7 @@ def test_rewind_forgets_rows_kept_on_trial() -> None:
 
 @pytest.mark.parametrize("length", [-1, 4])
 def test_rewind_goes_backwards_only(length: int) -> None:
-    cache = make_cache()
+    cache = cache_of()
     append_rows(cache, 0, 3)
     cache.keep(0, range(3))
     with pytest.raises(BlockPilotError, match=f"has 3 rows and cannot go back to {length}"):

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from blockpilot.cache.slots import SlotCache
+from tests.tiny import make_cache
 
 NUM_SLOTS, CAPACITY, NUM_LAYERS = 3, 12, 2
 
@@ -17,7 +17,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = SlotCache(
+        self.cache = make_cache(
             num_layers=NUM_LAYERS, num_slots=NUM_SLOTS, num_kv_heads=1, head_dim=1, capacity=CAPACITY
         )
         self.committed: dict[int, list[int]] = {}

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockpilot.core.config import EngineConfig
 from blockpilot.core.draft import HostDraft
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
@@ -13,7 +12,7 @@ from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.decoding.sampling import choose_tokens
 from blockpilot.engine.assemble import build_drafter
 from blockpilot.models.dflash import DFlash
-from tests.tiny import CONTEXT_LENGTH, VOCAB_SIZE, make_decoder, make_dflash
+from tests.tiny import VOCAB_SIZE, make_decoder, make_dflash, make_placement
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.9, seed=21)
@@ -24,11 +23,7 @@ def make_drafter(model: DFlash) -> DFlashDrafter:
     drafter = build_drafter(
         model,
         make_decoder(),
-        config=EngineConfig(num_slots=3),
-        context_length=CONTEXT_LENGTH,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        backend="plain",
+        make_placement(num_slots=3),
     )
     assert isinstance(drafter, DFlashDrafter)
     return drafter

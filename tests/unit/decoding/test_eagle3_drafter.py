@@ -18,7 +18,7 @@ from blockpilot.models.eagle3 import Eagle3
 from blockpilot.models.noise import gumbel_noise
 from blockpilot.pilots.growth import GrowthRules, falling_costs, grow_chain, grow_tree
 from tests.support import causal_attend, children_of, paths_of
-from tests.tiny import make_decoder, make_eagle3
+from tests.tiny import make_cache, make_decoder, make_eagle3, make_placement
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.8, seed=3)
@@ -26,15 +26,7 @@ TEXTS = [[5, 9, 3, 22, 41, 7, 13, 30, 2], [60, 1, 17, 17, 8], [4, 11]]
 
 
 def make_drafter(model: Eagle3, decoder: Decoder, **options: int) -> Eagle3Drafter:
-    return Eagle3Drafter(
-        model,
-        embed=decoder.embed_tokens,
-        num_slots=4,
-        context_length=64,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        **options,
-    )
+    return Eagle3Drafter(model, make_placement(4, 64), embed=decoder.embed_tokens, **options)
 
 
 def taps_of(decoder: Decoder, ids: list[int]) -> Tensor:
@@ -219,7 +211,7 @@ def test_a_mask_may_reach_back_over_kept_rows() -> None:
     )
 
     def cache() -> SlotCache:
-        return SlotCache(num_layers=1, num_slots=1, num_kv_heads=2, head_dim=8, capacity=8)
+        return make_cache(num_layers=1, num_slots=1, num_kv_heads=2, head_dim=8, capacity=8)
 
     expected = RaggedAttention(cache(), [Segment(0, 5, full)])(0, q, k, v)
     stepwise, outputs = cache(), []

@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,7 +115,7 @@ def test_remembered_costs_serve_engines_whose_batches_they_cover(
 ) -> None:
     llm = make_drafted()
     monkeypatch.setattr(llm, "device_type", "cuda")
-    monkeypatch.setattr(llm.engine.runner, "cache", SimpleNamespace(num_free=num_slots))
+    monkeypatch.setattr(llm, "config", replace(llm.config, num_slots=num_slots))
     points = tuple(CostPoint(1, 1.0, size) for size in measured)
     known = remember(StepCosts(verify=points, key=profile_key(llm)))
 

@@ -12,7 +12,7 @@ from blockpilot.decoding.step import StepRequest
 from blockpilot.decoding.target import TargetRunner
 from blockpilot.engine import assemble, engine, step_timing
 from blockpilot.engine.llm import LLM
-from blockpilot.gpu import dflash, step, target
+from blockpilot.gpu import dflash, step, target, views
 from blockpilot.gpu.device import Stopwatch
 from blockpilot.gpu.step import DeviceExecutor, Ticket
 from tests.tiny import make_llm
@@ -56,7 +56,7 @@ class LateDevice:
 
         for owner, name in ((DFlashDrafter, "observe"), (TargetRunner, "prefill"), (TargetRunner, "verify")):
             monkeypatch.setattr(owner, name, first(getattr(owner, name)))
-        modules: tuple[ModuleType, ...] = (target, dflash, step, step_timing, engine)
+        modules: tuple[ModuleType, ...] = (target, dflash, views, step, step_timing, engine)
         for module in modules:
             monkeypatch.setattr(module, "capture", self.capture, raising=False)
             monkeypatch.setattr(module, "wait_for", lambda device: self.work(), raising=False)

@@ -18,7 +18,7 @@ from blockpilot.gpu.target import GpuTargetRunner
 from blockpilot.models.eagle3 import Eagle3
 from blockpilot.pilots.base import Pilot
 from blockpilot.pilots.cost_model import StepCosts
-from tests.tiny import RandomTreePilot, make_decoder, make_eagle3, make_llm
+from tests.tiny import RandomTreePilot, make_decoder, make_eagle3, make_llm, make_placement
 
 PROMPTS = ["abcabcab", "the quick brown fox", "z", "hello hello hello"]
 GREEDY = SamplingParams()
@@ -56,14 +56,8 @@ def make_model(*, is_residual_normed: bool = False, **options: Any) -> Eagle3:
 
 
 def make_pair(model: Eagle3) -> tuple[GpuEagle3Drafter, Eagle3Drafter]:
-    options: dict[str, Any] = {
-        "embed": make_decoder().embed_tokens,
-        "num_slots": NUM_SLOTS,
-        "context_length": 64,
-        "device": torch.device("cpu"),
-        "dtype": torch.float32,
-    }
-    return GpuEagle3Drafter(model, **options), Eagle3Drafter(model, **options)
+    placement, embed = make_placement(NUM_SLOTS, 64), make_decoder().embed_tokens
+    return GpuEagle3Drafter(model, placement, embed=embed), Eagle3Drafter(model, placement, embed=embed)
 
 
 def make_taps(model: Eagle3, seed: int, count: int = ROWS) -> torch.Tensor:
@@ -153,7 +147,7 @@ def test_proposals_equal_unplanned_ones(is_residual_normed: bool, has_embedding:
             drafter.observe(observations)
         lengths = [length + count for length, count in zip(lengths, added, strict=True)]
         torch.testing.assert_close(planned._states[:3], plain._states[:3])
-    assert planned._views and planned._chains
+    assert planned.views._views and planned._chains
     assert_same(planned.propose([request(1, lengths[1])]), plain.propose([request(1, lengths[1])]))
     trees = [request(slot, length, width=5) for slot, length in enumerate(lengths)]
     assert_same(planned.propose(trees), plain.propose(trees))
@@ -183,12 +177,12 @@ def test_taps_that_come_once_are_not_recorded() -> None:
         drafter.observe([Observation(0, [1, 2, 3], buffer[:3])])
     planned.bind(buffer)
     planned.prepare(1)
-    recorded = dict(planned._views)
+    recorded = dict(planned.views._views)
     for step in range(3):
         for taps in (make_taps(model, step), buffer, buffer):
             for drafter in (planned, plain):
                 drafter.observe([Observation(0, [4, 5], taps, [6, 7])])
-    assert planned._views == recorded
+    assert planned.views._views == recorded
     torch.testing.assert_close(planned._states[0], plain._states[0])
     assert_same(planned.propose([request(0, 21)]), plain.propose([request(0, 21)]))
 
@@ -213,7 +207,7 @@ def test_prepared_graphs_are_those_that_decoding_uses(monkeypatch: pytest.Monkey
     drafter = planned.drafter
     assert isinstance(drafter, GpuEagle3Drafter)
     planned.prepare(1)
-    recorded = set(drafter._chains), set(drafter._views)
+    recorded = set(drafter._chains), set(drafter.views._views)
     for pilot in ("fixed:4", "fixed:6", "fixed:8"):
         planned.generate("abcabcab", SamplingParams(max_new_tokens=30), pilot=pilot, is_raw=True)
-    assert (set(drafter._chains), set(drafter._views)) == recorded
+    assert (set(drafter._chains), set(drafter.views._views)) == recorded

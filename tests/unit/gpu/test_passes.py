@@ -130,11 +130,11 @@ def test_prepared_passes_are_those_that_decoding_uses() -> None:
     told: list[int] = []
     planned.prepare(4, told.append)
     assert told == [1, 2, 4]
-    recorded = set(runner._passes), set(drafter._drafts), set(drafter._views), set(runner._moves)
+    recorded = set(runner._passes), set(drafter._drafts), set(drafter.views._views), set(runner._moves)
     params = [SamplingParams(max_new_tokens=6 + 8 * index) for index in range(4)]  # the batch shrinks to one
     for pilot in ("fixed:7", "fixed:8", "tree:15", "tree:70"):
         planned.generate(PROMPTS, params, pilot=pilot, is_raw=True)
-    assert (set(runner._passes), set(drafter._drafts), set(drafter._views), set(runner._moves)) == recorded
+    assert (set(runner._passes), set(drafter._drafts), set(drafter.views._views), set(runner._moves)) == recorded
 
 
 def test_taps_that_come_once_are_not_recorded() -> None:
@@ -142,7 +142,7 @@ def test_taps_that_come_once_are_not_recorded() -> None:
     runner, drafter = planned.engine.runner, planned.drafter
     assert isinstance(runner, GpuTargetRunner) and isinstance(drafter, GpuDFlashDrafter)
     planned.prepare()
-    recorded = set(drafter._views)
+    recorded = set(drafter.views._views)
     runner.max_rows = 1  # every check runs unrecorded, with taps of its own
     planned.generate("abcabcab", SamplingParams(max_new_tokens=12), pilot="fixed:4", is_raw=True)
-    assert set(drafter._views) == recorded
+    assert set(drafter.views._views) == recorded

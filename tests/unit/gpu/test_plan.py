@@ -7,15 +7,23 @@ import torch
 from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
+from blockpilot.decoding.drafter import DraftRequest
 from blockpilot.gpu.buckets import CONTEXTS, context_buckets
 from blockpilot.gpu.plan import PassPlan
 
 SPARE, LENGTHS = 5, [10, 20, 30, 40]
-WORDS = [SamplingParams(temperature=0.3 * i, seed=2**40 * i + i).words for i in range(4)]
+PARAMS = [SamplingParams(temperature=0.3 * i, seed=2**40 * i + i) for i in range(4)]
+WORDS = [params.words for params in PARAMS]
 
 
 def make_plan(num_requests: int, count: int) -> PassPlan:
     return PassPlan(num_requests, count, 2048, torch.device("cpu"), SPARE)
+
+
+def make_block(
+    slot: int, anchor_id: int, position: int, size: int, params: SamplingParams, limits: tuple[int, int] = (0, 0)
+) -> DraftRequest:
+    return DraftRequest(slot, anchor_id, position, size, 1, params, limits)
 
 
 def random_tree(size: int, seed: int = 0) -> DraftTree:
@@ -59,13 +67,14 @@ def test_trees_of_different_sizes_side_by_side() -> None:
 
 
 def test_blocks_of_different_sizes_side_by_side() -> None:
-    blocks = [(1, 9, 23, 6), (3, 8, 41, 2), (0, 7, 11, 8)]
-    together = make_plan(4, 8)
     limits = [(15, 5), (3, 1), (0, 0)]
-    together.write_blocks(blocks, LENGTHS, WORDS[: len(blocks)], 2, limits)
-    for row, (block, words) in enumerate(zip(blocks, WORDS[:3], strict=True)):
+    places = [(1, 9, 23, 6), (3, 8, 41, 2), (0, 7, 11, 8)]
+    blocks = [make_block(*place, PARAMS[row], limits[row]) for row, place in enumerate(places)]
+    together = make_plan(4, 8)
+    together.write_blocks(blocks, LENGTHS, 2)
+    for row, block in enumerate(blocks):
         alone = make_plan(1, 8)
-        alone.write_blocks([block], LENGTHS, [words], 2, [limits[row]])
+        alone.write_blocks([block], LENGTHS, 2)
         for name, array in read(alone).items():
             np.testing.assert_array_equal(read(together)[name][row : row + 1], array)
 
@@ -81,7 +90,7 @@ def test_nothing_is_left_of_the_pass_before() -> None:
 
 def test_tokens_of_a_block_see_each_other() -> None:
     plan = make_plan(2, 8)
-    plan.write_blocks([(1, 9, 23, 6)], LENGTHS, WORDS[:1], 2, [(0, 0)])
+    plan.write_blocks([make_block(1, 9, 23, 6, PARAMS[0])], LENGTHS, 2)
     found = read(plan)
     assert found["token_ids"].tolist() == [[9] + [2] * 7, [2] * 8]
     assert found["positions"][0].tolist() == [23, 24, 25, 26, 27, 28, 23, 23] and found["starts"].tolist() == [20, 0]

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockpilot.core.config import EngineConfig
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import DraftRequest, Observation
@@ -16,7 +15,7 @@ from blockpilot.engine.assemble import build_drafter
 from blockpilot.models.dflash import BlockConvolution, DFlash
 from blockpilot.models.dflash_format import dflash_names
 from blockpilot.models.weights import disassemble
-from tests.tiny import CONTEXT_LENGTH, make_decoder, make_dflash
+from tests.tiny import make_decoder, make_dflash, make_placement
 
 LENGTH, BLOCK, ANCHOR = 9, 7, 12
 
@@ -119,11 +118,7 @@ def run_drafter(is_second: bool):
     drafter = build_drafter(
         model,
         decoder,
-        config=EngineConfig(num_slots=1),
-        context_length=CONTEXT_LENGTH,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        backend="plain",
+        make_placement(num_slots=1),
     )
     assert isinstance(drafter, DFlashDrafter)
     seen: list[Tensor] = []

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.dflash_format import check_fit, dflash_config_dict, load_dflash, parse_dflash_config, save_dflash
+from blockpilot.models.dflash_format import dflash_config_dict, load_dflash, parse_dflash_config, save_dflash
+from blockpilot.models.drafter_files import check_fit
 from tests.tiny import CONFIGS, VOCAB_SIZE, make_dflash
 
 
@@ -204,7 +205,7 @@ def test_a_drafter_of_another_target_names_the_field_and_both_values(field: str,
 def test_taps_and_mask_must_exist_in_the_target() -> None:
     config, target = make_dflash().config, CONFIGS["llama"]
     check_fit(config, target, "mine")
-    with pytest.raises(InputError, match=r"target_layer_ids \[3\] of 3 layers"):
+    with pytest.raises(InputError, match=r"tap layers \[3\] of 3 layers"):
         check_fit(replace(config, tap_layers=(0, 3)), target, "mine")
     with pytest.raises(InputError, match="mask_token_id 61 lies outside the vocabulary of 61"):
         check_fit(replace(config, mask_token_id=61), target, "mine")

@@ -5,15 +5,12 @@ checking is taken to be cheap: then only tokens that would hardly ever be accept
 measured while serving: all workers of an engine must decide alike.
 """
 
-import hashlib
 import json
 import os
-import platform
-import re
 from pathlib import Path
 from typing import Any
 
-from blockpilot.core.config import cache_dir
+from blockpilot.core.config import cpu_name, profile_file
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import write_text
 from blockpilot.integrations.vllm.pilot_choice import model_name
@@ -40,7 +37,7 @@ def costs_key(vllm_config: Any, *, version: str, device: str) -> dict[str, Any]:
         "engine": f"vllm {version}",
         "target": model_name(model.model),
         "drafter": model_name(speculative.model),
-        "device": _cpu_name() if device == "cpu" else device,
+        "device": f"{os.cpu_count()} x {cpu_name()}" if device == "cpu" else device,
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantization,
         "is_eager": bool(model.enforce_eager),
@@ -49,9 +46,7 @@ def costs_key(vllm_config: Any, *, version: str, device: str) -> dict[str, Any]:
 
 
 def costs_path(key: dict[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
-    slug = re.sub(r"[^a-zA-Z0-9.]+", "-", str(key["target"])).strip("-")
-    return cache_dir() / "profiles" / f"vllm-{slug}-{digest}.json"
+    return profile_file(f"vllm-{key['target']}", key)
 
 
 def find_costs(key: dict[str, Any]) -> StepCosts:
@@ -71,12 +66,3 @@ def remember_costs(costs: StepCosts, key: dict[str, Any]) -> Path:
     path = costs_path(key)
     write_text(path, json.dumps(costs.to_dict(), indent=1) + "\n")
     return path
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{os.cpu_count()} x {name}"

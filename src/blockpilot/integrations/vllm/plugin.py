@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from blockpilot.core.config import chosen_pilot
 from blockpilot.core.errors import BlockPilotError
-from blockpilot.integrations.vllm.settings import Settings, is_supported, logger, read_settings, supported_range
+from blockpilot.integrations.vllm.settings import is_supported, logger, read_pilot, supported_range
 
 if TYPE_CHECKING:
     from blockpilot.integrations.vllm.pilot_choice import PilotChoice
@@ -40,7 +40,7 @@ def register() -> None:
     hook_constructor(PrometheusStatLogger, attach_counters)
 
 
-def hook_constructor(owner: type, attach: Callable[[Any, Settings], None]) -> None:
+def hook_constructor(owner: type, attach: Callable[[Any, str], None]) -> None:
     """Call `attach` with every new object of a class whose engine has a pilot. Hooking twice changes nothing."""
     original = owner.__init__  # type: ignore[misc]
     if getattr(original, MARK, None) is not None:
@@ -50,9 +50,9 @@ def hook_constructor(owner: type, attach: Callable[[Any, Settings], None]) -> No
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         try:
-            settings = read_settings(self.vllm_config)
-            if settings is not None:
-                attach(self, settings)
+            pilot = read_pilot(self.vllm_config)
+            if pilot is not None:
+                attach(self, pilot)
         except Exception as error:
             is_foreseen = isinstance(error, BlockPilotError)
             logger.error("BlockPilot stays off in %s: %s", type(self).__name__, error, exc_info=not is_foreseen)
@@ -61,16 +61,16 @@ def hook_constructor(owner: type, attach: Callable[[Any, Settings], None]) -> No
     owner.__init__ = construct  # type: ignore[misc]
 
 
-def attach_runner(runner: Any, settings: Settings) -> None:
+def attach_runner(runner: Any, pilot: str) -> None:
     from blockpilot.integrations.vllm.runner import PilotedRunner
 
     if reason := reason_to_stay_off(runner.vllm_config):
         logger.warning("BlockPilot stays off: %s.", reason)
     elif hasattr(runner, "drafter"):  # only the last pipeline stage drafts
-        PilotedRunner(runner, make_steering(runner.vllm_config, settings))
+        PilotedRunner(runner, make_steering(runner.vllm_config, pilot))
 
 
-def attach_scheduler(scheduler: Any, settings: Settings) -> None:
+def attach_scheduler(scheduler: Any, pilot: str) -> None:
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
     from blockpilot.integrations.vllm.counters import PlainSteps
@@ -79,7 +79,7 @@ def attach_scheduler(scheduler: Any, settings: Settings) -> None:
         PlainSteps(scheduler, SpecDecodingStats.new)
 
 
-def attach_counters(stat_logger: Any, settings: Settings) -> None:
+def attach_counters(stat_logger: Any, pilot: str) -> None:
     from blockpilot.integrations.vllm.counters import PilotCounters
 
     if not reason_to_stay_off(stat_logger.vllm_config):
@@ -97,20 +97,20 @@ def reason_to_stay_off(config: Any) -> str | None:
     return None
 
 
-def make_choice(config: Any, settings: Settings) -> "PilotChoice":
+def make_choice(config: Any, pilot: str) -> "PilotChoice":
     from blockpilot.integrations.vllm.costs import engine_key, find_costs
     from blockpilot.integrations.vllm.pilot_choice import PilotChoice
 
     target, drafter = config.model_config.model, config.speculative_config.model
-    return PilotChoice(settings.pilot, target=target, drafter=drafter, costs=lambda: find_costs(engine_key(config)))
+    return PilotChoice(pilot, target=target, drafter=drafter, costs=lambda: find_costs(engine_key(config)))
 
 
-def make_steering(config: Any, settings: Settings) -> "Steering":
+def make_steering(config: Any, pilot: str) -> "Steering":
     from blockpilot.integrations.vllm.steering import Steering
 
     speculative = config.speculative_config
     num_draft_tokens = int(speculative.num_speculative_tokens)
     trained = getattr(speculative.draft_model_config.hf_config, "block_size", None) or num_draft_tokens + 1
-    choice = make_choice(config, settings)
-    logger.info("BlockPilot is on: pilot %s, up to %d drafted tokens.", settings.pilot, num_draft_tokens)
+    choice = make_choice(config, pilot)
+    logger.info("BlockPilot is on: pilot %s, up to %d drafted tokens.", pilot, num_draft_tokens)
     return Steering(choice, num_draft_tokens=num_draft_tokens, trained_block_size=int(trained))

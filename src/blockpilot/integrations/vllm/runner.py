@@ -29,28 +29,19 @@ class PilotedRunner:
         self._is_broken = False
         runner.propose_draft_token_ids = self.propose
 
-    def propose(
-        self,
-        scheduler_output: Any,
-        sampled_token_ids: Any,
-        sampling_metadata: Any,
-        hidden_states: Tensor,
-        sample_hidden_states: Tensor,
-        aux_hidden_states: Any,
-        spec_decode_metadata: Any,
-        *rest: Any,
-    ) -> Any:
-        given = (hidden_states, sample_hidden_states, aux_hidden_states, spec_decode_metadata, *rest)
+    def propose(self, scheduler_output: Any, sampled_token_ids: Any, *rest: Any) -> Any:
+        """`rest`: sampling metadata, hidden states, those that logits come from, auxiliary ones, what was drafted."""
+        _, _, sample_hidden_states, _, spec_decode_metadata, *_ = rest
         if self._is_broken:
-            return self._propose(scheduler_output, sampled_token_ids, sampling_metadata, *given)
+            return self._propose(scheduler_output, sampled_token_ids, *rest)
         try:
             rows = self._rows(sampled_token_ids)
             count = self._choose(rows, scheduler_output, sample_hidden_states, spec_decode_metadata)
         except Exception:
             self._give_up()
-            return self._propose(scheduler_output, sampled_token_ids, sampling_metadata, *given)
+            return self._propose(scheduler_output, sampled_token_ids, *rest)
         output = replace(scheduler_output, num_spec_tokens_to_schedule=count)
-        drafted = self._propose(output, sampled_token_ids, sampling_metadata, *given)
+        drafted = self._propose(output, sampled_token_ids, *rest)
         try:
             return self._select(rows, drafted)
         except Exception:

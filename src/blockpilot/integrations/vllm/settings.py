@@ -7,7 +7,6 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from blockpilot.core.config import chosen_pilot
@@ -16,29 +15,20 @@ from blockpilot.core.errors import InputError
 logger = logging.getLogger("vllm.blockpilot")  # vLLM prints what is logged under its own name
 SUPPORTED = ((0, 32), (0, 33))  # from the first to below the second
 KEY = "blockpilot"  # in `additional_config`, and in the `extra_args` of a request
-OPTIONS = ("pilot",)
 
 
-@dataclass(frozen=True)
-class Settings:
-    pilot: str
-
-
-def read_settings(vllm_config: Any) -> Settings | None:
-    """The settings of one engine; None: the plugin is off."""
+def read_pilot(vllm_config: Any) -> str | None:
+    """The pilot of one engine; None: the plugin is off."""
     additional = getattr(vllm_config, "additional_config", None)
     given = additional.get(KEY) if isinstance(additional, Mapping) else None
     if given is None:
-        pilot = chosen_pilot()
-        return Settings(pilot) if pilot else None
+        return chosen_pilot()
     options = {"pilot": given} if isinstance(given, str) else given
     if not isinstance(options, Mapping) or not isinstance(options.get("pilot"), str):
         raise InputError(f"additional_config: {KEY!r} must name a pilot, as in {{'blockpilot': 'chain-step'}}")
-    if unknown := set(options) - set(OPTIONS):
-        raise InputError(
-            f"additional_config: {KEY!r} has no option {sorted(unknown)[0]!r}; known: {', '.join(OPTIONS)}"
-        )
-    return Settings(options["pilot"])
+    if unknown := set(options) - {"pilot"}:
+        raise InputError(f"additional_config: {KEY!r} has no option {sorted(unknown)[0]!r}; known: pilot")
+    return str(options["pilot"])
 
 
 def is_supported(version: str) -> bool:

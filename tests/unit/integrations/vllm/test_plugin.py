@@ -5,7 +5,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from blockpilot.integrations.vllm import plugin
-from blockpilot.integrations.vllm.settings import Settings
 from tests.unit.integrations.vllm.pieces import make_config
 
 ASYNC = SimpleNamespace(async_scheduling=True)
@@ -76,7 +75,7 @@ def test_objects_without_a_pilot_stay_as_vllm_made_them():
     made = owner(make_config(), size=3)
     assert made.size == 3 and not attached
     piloted = owner(make_config(additional_config={"blockpilot": "ar"}))
-    assert attached == [(piloted, Settings("ar"))]
+    assert attached == [(piloted, "ar")]
 
 
 def test_a_failure_of_ours_does_not_stop_vllm(caplog):
@@ -103,12 +102,12 @@ def test_a_failure_of_ours_does_not_stop_vllm(caplog):
 def test_engines_that_cannot_be_piloted_are_told_why(options, reason, caplog):
     runner = SimpleNamespace(vllm_config=make_config(**options), drafter=SimpleNamespace())
     before = dict(vars(runner))
-    plugin.attach_runner(runner, Settings("ar"))
+    plugin.attach_runner(runner, "ar")
     assert vars(runner) == before and reason in caplog.text
 
 
 def test_pipeline_stages_without_a_drafter_stay(caplog):
     caplog.set_level(logging.INFO)
     runner = SimpleNamespace(vllm_config=make_config())
-    plugin.attach_runner(runner, Settings("ar"))
+    plugin.attach_runner(runner, "ar")
     assert set(vars(runner)) == {"vllm_config"} and not caplog.records

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pack_drafter import pack_tensors, write_packed
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -11,7 +12,7 @@ from blockpilot.core.errors import InputError
 from blockpilot.models.block_codes import BlockCodes
 from blockpilot.models.dflash_format import load_dflash
 from blockpilot.models.eagle3_format import load_eagle3, save_eagle3
-from blockpilot.models.packed_storage import CODES, INT8_BLOCKS, SCALES, STORAGE, pack_tensors
+from blockpilot.models.packed_storage import CODES, INT8_BLOCKS, SCALES, STORAGE
 from blockpilot.models.packing import quantize_linears
 from blockpilot.models.shipped import DRAFTERS, shipped_folder
 from blockpilot.models.tensor_files import SINGLE_FILE, read_safetensors_folder, write_safetensors_folder
@@ -27,7 +28,7 @@ def make_tensors() -> dict[str, torch.Tensor]:
 
 def test_only_matrices_of_whole_blocks_are_packed(tmp_path: Path) -> None:
     tensors = make_tensors()
-    write_safetensors_folder(tmp_path, tensors, is_packed=True)
+    write_packed(tmp_path, tensors)
     stored = load_file(tmp_path / SINGLE_FILE)
     assert set(stored) == {"matrix" + CODES, "matrix" + SCALES, "norm", "odd", "ids"}
     assert (stored["matrix" + CODES].dtype, stored["matrix" + SCALES].dtype) == (torch.int8, torch.bfloat16)
@@ -38,15 +39,15 @@ def test_only_matrices_of_whole_blocks_are_packed(tmp_path: Path) -> None:
 
 def test_a_weight_is_off_by_half_a_step_at_most(tmp_path: Path) -> None:
     matrix = make_tensors()["matrix"]
-    write_safetensors_folder(tmp_path, {"matrix": matrix}, is_packed=True)
+    write_packed(tmp_path, {"matrix": matrix})
     largest = matrix.view(40, 3, 32).abs().amax(-1, keepdim=True).expand(40, 3, 32).reshape(40, 96)
     off = (read_safetensors_folder(tmp_path)["matrix"] - matrix).abs()
     assert bool((off <= largest / 127 * 0.503).all())
 
 
 def test_packing_what_was_packed_gives_the_same_bytes(tmp_path: Path) -> None:
-    write_safetensors_folder(tmp_path / "first", make_tensors(), is_packed=True)
-    write_safetensors_folder(tmp_path / "second", read_safetensors_folder(tmp_path / "first"), is_packed=True)
+    write_packed(tmp_path / "first", make_tensors())
+    write_packed(tmp_path / "second", read_safetensors_folder(tmp_path / "first"))
     first, second = ((tmp_path / name / SINGLE_FILE).read_bytes() for name in ("first", "second"))
     assert first == second
 

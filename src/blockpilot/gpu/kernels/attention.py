@@ -1,7 +1,5 @@
 """Attention over slots of a cache."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +10,6 @@ from blockpilot.gpu.interface import AttentionLayer, Parts, PassInputs
 from blockpilot.gpu.kernels.cache_rows import head_weights, rotate_halves, rotate_store
 from blockpilot.gpu.kernels.launching import (
     MIN_TILE,
-    can_overlap,
     launch,
     padded,
     per_count,
@@ -265,15 +262,12 @@ def rotate_attend(qkv: Parts, layer: AttentionLayer, inputs: PassInputs, num_spl
     partial, stats = _split_buffers(out, num_splits)
     weights, eps = head_weights(layer, out)
     tile = choose_tile(len(slots), num_queries, dim, context)
-    overlap = can_overlap(out.device)
-    kernel: Any = _rotate_attend[(len(slots), num_kv, num_splits)]
-    kernel(
+    launch(_rotate_attend, (len(slots), num_kv, num_splits), out.device,
         qkv.values, positions, *layer.rope, *weights, keys, layer.values, slots, starts, masks, out,
         partial, stats, eps, dim**-0.5, qkv.stride, keys.stride(0), capacity, num_tokens * num_heads, count,
         HEADS=num_heads, KV=num_kv, DIM=dim, TILE=tile, NEW=max(MIN_TILE, triton.next_power_of_2(count)),
         BLOCK=BLOCK_KEYS, SPLITS=num_splits, WORDS=masks.shape[1], HAS_NORM=layer.norms is not None,
-        PARTS=qkv.num_parts, IS_OVERLAPPED=overlap, num_warps=4, num_stages=_num_stages(keys, num_splits, context),
-        **launch(overlap),
+        PARTS=qkv.num_parts, num_warps=4, num_stages=_num_stages(keys, num_splits, context),
     )  # fmt: skip
     return _combined(out, partial, stats)
 
@@ -288,16 +282,14 @@ def attend(q: Tensor, layer: AttentionLayer, inputs: PassInputs, num_splits: int
     tiles = triton.cdiv(count * group, tile)
     out = torch.empty_like(q)
     partial, stats = _split_buffers(out, num_splits)
-    overlap, is_early = can_overlap(q.device), _is_early(len(slots), tile, dim, context)
+    is_early = _is_early(len(slots), tile, dim, context)
     stages = _num_stages(keys, num_splits, context)
     if len(slots) == 1 and tile == MAX_TILE and dim == MIN_ROTATED_DIM and context <= SHORT and _has_large_memory():
         stages = 3
-    kernel: Any = _attend[(len(slots) * tiles, num_kv, num_splits)]
-    kernel(
+    launch(_attend, (len(slots) * tiles, num_kv, num_splits), q.device,
         q, keys, layer.values, slots, inputs.starts, masks, out, partial, stats, dim**-0.5, keys.stride(0), capacity,
         num_tokens * num_heads, count, HEADS=num_heads, GROUP=group, DIM=dim, PAD=padded(dim), TILE=tile,
-        BLOCK=BLOCK_KEYS, SPLITS=num_splits, WORDS=masks.shape[1], IS_EARLY=is_early, IS_OVERLAPPED=overlap,
-        num_warps=4, num_stages=stages, **launch(overlap),
+        BLOCK=BLOCK_KEYS, SPLITS=num_splits, WORDS=masks.shape[1], IS_EARLY=is_early, num_warps=4, num_stages=stages,
     )  # fmt: skip
     return _combined(out, partial, stats)
 
@@ -327,12 +319,10 @@ def _split_buffers(out: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
 def _combined(out: Tensor, partial: Tensor, stats: Tensor) -> Tensor:
     num_tokens, num_heads, dim = out.shape
     if partial is not out:
-        num_rows, overlap = num_tokens * num_heads, can_overlap(out.device)
+        num_rows = num_tokens * num_heads
         rows, warps = plan_combine(num_rows, len(partial), dim)
-        kernel: Any = _combine[(triton.cdiv(num_rows, rows),)]
-        kernel(
-            partial, stats, out, num_rows, ROWS=rows, DIM=dim, PAD=padded(dim), SPLITS=len(partial),
-            IS_OVERLAPPED=overlap, num_warps=warps, **launch(overlap),
+        launch(_combine, (triton.cdiv(num_rows, rows),), out.device,
+            partial, stats, out, num_rows, ROWS=rows, DIM=dim, PAD=padded(dim), SPLITS=len(partial), num_warps=warps,
         )  # fmt: skip
     return out.view(num_tokens, num_heads * dim)
 

@@ -1,14 +1,12 @@
 """What writes into the slots of a cache, and moves rows there."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from blockpilot.gpu.interface import AttentionLayer, ContextLayers, Parts
-from blockpilot.gpu.kernels.launching import can_overlap, launch, padded, per_count, sum_parts, wait
+from blockpilot.gpu.kernels.launching import launch, padded, per_count, sum_parts, wait
 
 MAX_SINGLE = 1024  # programs of one token and head
 
@@ -130,14 +128,11 @@ def rotate_store(qkv: Parts, layer: AttentionLayer, positions: Tensor, slots: Te
     _, num_kv, capacity, dim = keys.shape
     q = torch.empty(num_tokens, num_heads, dim, dtype=keys.dtype, device=positions.device)
     weights, eps = head_weights(layer, q)
-    overlap = can_overlap(q.device)
     tokens = plan_rows(num_tokens, num_heads + 2 * num_kv)
-    kernel: Any = _rotate_store[(triton.cdiv(num_tokens, tokens), num_heads + 2 * num_kv)]
-    kernel(
+    launch(_rotate_store, (triton.cdiv(num_tokens, tokens), num_heads + 2 * num_kv), q.device,
         qkv.values, positions, *layer.rope, *weights, slots, starts, q, keys, layer.values, eps,
         qkv.stride, keys.stride(0), capacity, num_tokens, num_tokens // len(slots), HEADS=num_heads, KV=num_kv,
-        DIM=dim, PAD=padded(dim), TOKENS=tokens, HAS_NORM=layer.norms is not None, PARTS=qkv.num_parts,
-        IS_OVERLAPPED=overlap, num_warps=1, **launch(overlap),
+        DIM=dim, PAD=padded(dim), TOKENS=tokens, HAS_NORM=layer.norms is not None, PARTS=qkv.num_parts, num_warps=1,
     )  # fmt: skip
     return q
 
@@ -153,14 +148,11 @@ def head_weights(layer: AttentionLayer, other: Tensor) -> tuple[tuple[Tensor, Te
 def store_context(projected: Parts, layers: ContextLayers, positions: Tensor, slots: Tensor, starts: Tensor) -> None:
     rows, num_tokens = layers.rows, len(positions)
     num_layers, _, _, num_kv, capacity, dim = rows.shape
-    overlap = can_overlap(rows.device)
     tokens = plan_rows(num_tokens, num_layers * 2 * num_kv)
-    kernel: Any = _store_context[(triton.cdiv(num_tokens, tokens), num_layers * 2, num_kv)]
-    kernel(
+    launch(_store_context, (triton.cdiv(num_tokens, tokens), num_layers * 2, num_kv), rows.device,
         projected.values, positions, *layers.rope, layers.norms.weight, slots, starts, rows, layers.norms.eps,
         projected.stride, rows.stride(1), rows.stride(2), capacity, num_tokens, num_tokens // len(slots),
-        LAYERS=num_layers, KV=num_kv, DIM=dim, PAD=padded(dim), TOKENS=tokens, PARTS=projected.num_parts,
-        IS_OVERLAPPED=overlap, num_warps=1, **launch(overlap),
+        LAYERS=num_layers, KV=num_kv, DIM=dim, PAD=padded(dim), TOKENS=tokens, PARTS=projected.num_parts, num_warps=1,
     )  # fmt: skip
 
 
@@ -171,9 +163,7 @@ def plan_rows(num_tokens: int, num_heads: int) -> int:
 
 def move_rows(rows: Tensor, slots: Tensor, starts: Tensor, paths: Tensor, counts: Tensor) -> None:
     num_layers, _, _, num_kv, capacity, dim = rows.shape
-    overlap = can_overlap(rows.device)
-    kernel: Any = _move_rows[(len(slots), num_layers * 2 * num_kv)]
-    kernel(
+    launch(_move_rows, (len(slots), num_layers * 2 * num_kv), rows.device,
         rows, slots, starts, paths, counts, rows.stride(1), rows.stride(2), capacity, KV=num_kv, DIM=dim,
-        PAD=padded(dim), WIDTH=paths.shape[1], IS_OVERLAPPED=overlap, num_warps=1, **launch(overlap),
+        PAD=padded(dim), WIDTH=paths.shape[1], num_warps=1,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blockpilot.gpu.device import has_large_memory
 from blockpilot.gpu.interface import Experts, Norm, Parts
-from blockpilot.gpu.kernels.launching import MIN_TILE, can_overlap, launch, wait
+from blockpilot.gpu.kernels.launching import MIN_TILE, launch, wait
 from blockpilot.gpu.kernels.products import can_norm, head_and_rest, linear, multiply_few
 from blockpilot.gpu.kernels.sublayers import add_norm
 
@@ -198,19 +198,17 @@ def _through_experts(x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
     """One token: every program finds the experts by itself, and no weight waits for a tile of the matrix units."""
     _, gate_up, down, num_active, is_normalized = experts
     num_experts, num_rows, inner = down.shape
-    overlap = can_overlap(x.device)
     options: dict[str, Any] = {"EXPERTS": num_experts, "PAD": triton.next_power_of_2(num_experts), "ACTIVE": num_active}
-    options |= {"IS_OVERLAPPED": overlap, **launch(overlap)}
     middle = torch.empty(num_active, inner, dtype=x.dtype, device=x.device)
     size = x.shape[1]
     rows, warps = plan_first(size)
-    first: Any = _first_of_token[(triton.cdiv(inner, rows), num_active)]
-    first(x, logits, gate_up, middle, inner, size, ROWS=rows, num_warps=warps, **head_and_rest(size), **options)
+    launch(_first_of_token, (triton.cdiv(inner, rows), num_active), x.device,
+        x, logits, gate_up, middle, inner, size, ROWS=rows, num_warps=warps, **head_and_rest(size), **options,
+    )  # fmt: skip
     out = torch.empty(1, num_rows, dtype=torch.float32, device=x.device)
     places = triton.next_power_of_2(num_active)
     rows, warps = plan_second(places, inner)
-    second: Any = _second_of_token[(triton.cdiv(num_rows, rows),)]
-    second(
+    launch(_second_of_token, (triton.cdiv(num_rows, rows),), x.device,
         middle, logits, down, out, num_rows, inner, PLACES=places, ROWS=rows, IS_NORMALIZED=is_normalized,
         num_warps=warps, **head_and_rest(inner), **options,
     )  # fmt: skip
@@ -244,11 +242,8 @@ def _through_lists(x: Tensor, logits: Parts, counts: Tensor, experts: Experts) -
     num_pairs = num_tokens * num_active
     members = torch.empty(num_experts, num_tokens, dtype=torch.int32, device=x.device)
     shares = torch.empty(num_pairs, dtype=torch.float32, device=x.device)
-    overlap = can_overlap(x.device)
     options: dict[str, Any] = {"EXPERTS": num_experts, "PAD": triton.next_power_of_2(num_experts), "ACTIVE": num_active}
-    options |= {"IS_OVERLAPPED": overlap, **launch(overlap)}
-    route: Any = _route[(num_tokens,)]
-    route(
+    launch(_route, (num_tokens,), x.device,
         logits.values, members, counts, shares, num_tokens, logits.stride, PARTS=logits.num_parts,
         IS_NORMALIZED=is_normalized, **options, num_warps=4 if num_experts <= 256 else 8,
     )  # fmt: skip
@@ -261,12 +256,10 @@ def _through_lists(x: Tensor, logits: Parts, counts: Tensor, experts: Experts) -
     is_large = has_large_memory(x.device) and x.dtype != torch.float32
     rows, stages, later_stages = plan_lists(num_tokens, tokens, is_large=is_large)
     lists = members, counts, shares
-    first: Any = _experts[(triton.cdiv(inner, rows), num_blocks)]
-    first(
+    launch(_experts, (triton.cdiv(inner, rows), num_blocks), x.device,
         x, gate_up, *lists, middle, num_tokens, inner, size, ROWS=rows, IS_GATED=True, num_stages=stages, **options
     )  # fmt: skip
-    second: Any = _experts[(triton.cdiv(num_rows, 64), num_blocks)]
-    second(
+    launch(_experts, (triton.cdiv(num_rows, 64), num_blocks), x.device,
         middle, down, *lists, out, num_tokens, num_rows, inner, ROWS=64, IS_GATED=False, num_stages=later_stages,
         **options,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """What all kernels share: overlapping launches, products in parts, tiles."""
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -36,5 +37,7 @@ def padded(dim: int) -> int:
     return max(MIN_TILE, triton.next_power_of_2(dim))
 
 
-def launch(overlap: bool) -> dict[str, bool]:
-    return {"launch_pdl": True} if overlap else {}
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any, **options: Any) -> None:
+    """Enqueue a kernel that waits for its inputs itself: it may start before the one before it has ended."""
+    overlap = {"launch_pdl": True} if can_overlap(device) else {}
+    kernel[grid](*given, IS_OVERLAPPED=bool(overlap), **options, **overlap)

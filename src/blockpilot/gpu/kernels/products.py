@@ -1,7 +1,6 @@
 """Few tokens times all the weights. float32 products use IEEE arithmetic, not TF32."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from blockpilot.gpu.device import has_large_memory
 from blockpilot.gpu.interface import Norm, Parts
-from blockpilot.gpu.kernels.launching import MIN_TILE, can_overlap, launch, sum_parts
+from blockpilot.gpu.kernels.launching import MIN_TILE, launch, sum_parts
 from blockpilot.gpu.kernels.sublayers import add_norm, gate
 
 MAX_PARTS = 12
@@ -332,15 +331,12 @@ def multiply_few(
     total = x if delta is None else torch.empty_like(x)
     is_gated = num_rows < len(weight)
     rows, warps = plan_few(size, is_gated=is_gated, has_norm=norm is not None)
-    overlap = can_overlap(x.device)
-    kernel: Any = _multiply_few[(triton.cdiv(num_rows, rows),)]
-    kernel(
+    launch(_multiply_few, (triton.cdiv(num_rows, rows),), x.device,
         x, x if delta is None else delta.values, x if norm is None else norm.weight, weight, total,
         total if normed is None else normed, out, num_rows, size,
         0 if delta is None else delta.stride, 0.0 if norm is None else norm.eps, TOKENS=len(x), ROWS=rows,
         **head_and_rest(size), PARTS=0 if delta is None else delta.num_parts,
-        HAS_NORM=norm is not None, KEEPS_NORMED=normed is not None, IS_GATED=is_gated, IS_OVERLAPPED=overlap,
-        num_warps=warps, **launch(overlap),
+        HAS_NORM=norm is not None, KEEPS_NORMED=normed is not None, IS_GATED=is_gated, num_warps=warps,
     )  # fmt: skip
     return total
 
@@ -362,13 +358,10 @@ def plan_few(size: int, *, is_gated: bool, has_norm: bool) -> tuple[int, int]:
 
 def _multiply(x: Tensor, weight: Tensor, out: Tensor, plan: LinearPlan, chunk: int, *, is_gated: bool) -> None:
     (num_tokens, size), num_rows = x.shape, out.shape[-1]
-    overlap = can_overlap(x.device)
     height = plan.rows // 2 if is_gated else plan.rows
     grid = (triton.cdiv(num_rows, height), triton.cdiv(num_tokens, plan.tokens), triton.cdiv(size, chunk))
-    kernel: Any = _linear[grid]
-    kernel(
+    launch(_linear, grid, x.device,
         x, weight, out, num_tokens, num_rows, size, chunk, TOKENS=plan.tokens, ROWS=plan.rows, DEPTH=plan.depth,
         AHEAD=plan.ahead, HAS_EVEN_ROWS=num_rows % height == 0, HAS_EVEN_DEPTH=size % plan.depth == 0,
-        IS_GATED=is_gated, IS_EARLY=plan.is_early, IS_OVERLAPPED=overlap, num_warps=plan.num_warps,
-        num_stages=plan.num_stages, **launch(overlap),
+        IS_GATED=is_gated, IS_EARLY=plan.is_early, num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from blockpilot.gpu.interface import Noise, Selector
-from blockpilot.gpu.kernels.launching import MIN_TILE, can_overlap, launch, wait
+from blockpilot.gpu.kernels.launching import MIN_TILE, launch, wait
 
 CHUNK = 1024  # tokens of a row of logits that one program ranks; one warp then never waits for another
 
@@ -198,7 +198,6 @@ def rank_tokens(
     scores = torch.empty(num_rows, chunks, num_best, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_rows, chunks, num_best, dtype=torch.int32, device=logits.device)
     mass = torch.empty(num_rows, chunks, dtype=torch.float32, device=logits.device)
-    overlap = can_overlap(logits.device)
     pad = triton.next_power_of_2(chunks * num_best)
     shape: dict[str, Any] = {
         "BEST": num_best,
@@ -206,23 +205,19 @@ def rank_tokens(
         "IS_NARROW": logits.dtype == torch.bfloat16 and pad <= 65536,
         "HAS_NAMES": names is not None,
         "HAS_NOISE": noise is not None,
-        "IS_OVERLAPPED": overlap,
     }
     names = ids if names is None else names
     given = (mass, ids, ids) if noise is None else (noise.temperatures, noise.seeds, noise.positions)
     num_requests = num_rows if noise is None else len(noise.temperatures)
-    kernel: Any = _rank_chunks[(num_rows, chunks)]
-    kernel(
+    launch(_rank_chunks, (num_rows, chunks), logits.device,
         logits, scores, ids, mass, names, *given, size, logits.stride(0), num_requests, num_rows // num_requests,
         len(given[2]) // num_requests, 0 if noise is None else noise.shift, CHUNK=CHUNK, num_warps=1, **shape,
-        **launch(overlap),
     )  # fmt: skip
     best, log_probs = (torch.empty(num_rows, num_best, dtype=torch.float32, device=logits.device) for _ in range(2))
     best_ids = torch.empty(num_rows, num_best, dtype=torch.int64, device=logits.device)
-    merge: Any = _merge_chunks[(num_rows,)]
-    merge(
+    launch(_merge_chunks, (num_rows,), logits.device,
         scores, ids, mass, names, given[0], best, best_ids, log_probs, chunks, num_rows // num_requests, PAD=pad,
-        PAD_CHUNKS=triton.next_power_of_2(chunks), num_warps=1 if pad <= 1024 else 4, **shape, **launch(overlap),
+        PAD_CHUNKS=triton.next_power_of_2(chunks), num_warps=1 if pad <= 1024 else 4, **shape,
     )  # fmt: skip
     return best, best_ids, log_probs
 
@@ -239,13 +234,10 @@ def score_pairs(
     rank = selector.before.shape[1]
     first = torch.empty(num_blocks, width, dtype=torch.float32, device=ids.device)
     later = torch.empty(num_blocks, depth - 1, width, width, dtype=torch.float32, device=ids.device)
-    overlap = can_overlap(ids.device)
-    kernel: Any = _score_pairs[(num_blocks, depth)]
-    kernel(
+    launch(_score_pairs, (num_blocks, depth), ids.device,
         scores, ids, anchor_ids, projected, *selector, first if temperatures is None else temperatures, first,
         later, anchor_ids.stride(0), WIDTH=width, PAD=max(MIN_TILE, triton.next_power_of_2(width)), RANK=rank,
-        DEPTH=max(MIN_TILE, triton.next_power_of_2(rank)), HAS_NOISE=temperatures is not None, IS_OVERLAPPED=overlap,
-        num_warps=4, **launch(overlap),
+        DEPTH=max(MIN_TILE, triton.next_power_of_2(rank)), HAS_NOISE=temperatures is not None, num_warps=4,
     )  # fmt: skip
     return first, later
 
@@ -253,8 +245,6 @@ def score_pairs(
 def send(source: Tensor, place: Tensor) -> None:
     """To or from pinned memory of the host. A copy does the same, but takes 8 microseconds longer to begin."""
     words = source.contiguous().view(torch.int32)
-    overlap = can_overlap(source.device)
-    kernel: Any = _send[(triton.cdiv(words.numel(), 1024),)]
-    kernel(
-        words, place.view(torch.int32), words.numel(), BLOCK=1024, IS_OVERLAPPED=overlap, num_warps=4, **launch(overlap)
-    )
+    launch(_send, (triton.cdiv(words.numel(), 1024),), source.device,
+        words, place.view(torch.int32), words.numel(), BLOCK=1024, num_warps=4,
+    )  # fmt: skip

@@ -95,16 +95,13 @@ def add_norm(
     normed = torch.empty_like(x)
     size = x.shape[-1]
     num_rows = x.numel() // size
-    overlap = can_overlap(x.device)
-    kernel: Any = _add_norm[(num_rows,)]
-    kernel(
+    launch(_add_norm, (num_rows,), x.device,
         x, x if delta is None else delta.values, norm.weight, total, normed,
         x if convolution is None else convolution.base, x if convolution is None else convolution.corrections,
         x if convolution is None else convolution.offsets, norm.eps, size, 0 if delta is None else delta.stride,
         1 if convolution is None else convolution.num_groups, PAD=triton.next_power_of_2(size),
         PARTS=0 if delta is None else delta.num_parts, TAPS=0 if convolution is None else convolution.num_taps,
-        GROUP=1 if convolution is None else convolution.group_size, IS_OVERLAPPED=overlap,
-        num_warps=_num_warps(size, num_rows), **launch(overlap),
+        GROUP=1 if convolution is None else convolution.group_size, num_warps=_num_warps(size, num_rows),
     )  # fmt: skip
     return total, normed
 
@@ -125,11 +122,9 @@ def embed(ids: Tensor, table: Tensor) -> Tensor:
 def convolve(x: Tensor, convolution: Convolution) -> Tensor:
     out = torch.empty_like(x)
     num_tokens, size = x.shape
-    overlap = can_overlap(x.device)
-    kernel: Any = _convolve[(num_tokens, triton.cdiv(size, 1024))]
-    kernel(
+    launch(_convolve, (num_tokens, triton.cdiv(size, 1024)), x.device,
         x, convolution.base, convolution.corrections, convolution.offsets, out, size, convolution.num_groups,
-        BLOCK=1024, TAPS=convolution.num_taps, GROUP=convolution.group_size, IS_OVERLAPPED=overlap, **launch(overlap),
+        BLOCK=1024, TAPS=convolution.num_taps, GROUP=convolution.group_size,
     )  # fmt: skip
     return out
 
@@ -138,10 +133,7 @@ def gate(gate_up: Parts, dtype: torch.dtype) -> Tensor:
     num_tokens, width = gate_up.values.shape[-2:]
     size = width // 2
     out = torch.empty(num_tokens, size, dtype=dtype, device=gate_up.values.device)
-    overlap = can_overlap(out.device)
-    kernel: Any = _gate[(num_tokens, triton.cdiv(size, 512))]
-    kernel(
-        gate_up.values, out, size, gate_up.stride, BLOCK=512, PARTS=gate_up.num_parts, IS_OVERLAPPED=overlap,
-        num_warps=2, **launch(overlap),
+    launch(_gate, (num_tokens, triton.cdiv(size, 512)), out.device,
+        gate_up.values, out, size, gate_up.stride, BLOCK=512, PARTS=gate_up.num_parts, num_warps=2,
     )  # fmt: skip
     return out

@@ -13,8 +13,6 @@ stands first is older. An entry is one integer, too. From the highest bit on:
 The largest of all paths, then the smallest of the entries that have it: on a GPU two instructions.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from blockpilot.core.draft import Draft
 from blockpilot.gpu.interface import AcceptedRows, CheckedTrees, NextBlocks, PassInputs, TreeLimits, TreeRules
-from blockpilot.gpu.kernels.launching import can_overlap, launch, wait
+from blockpilot.gpu.kernels.launching import launch, wait
 from blockpilot.pilots import calibration
 from blockpilot.pilots.forecast import HEAD
 from blockpilot.pilots.growth import MAX_WIDTH
@@ -241,23 +239,19 @@ def grow_trees(
     best = torch.empty(num_requests, num_positions, width, dtype=torch.int64, device=parents.device)
     following = torch.empty(num_requests, num_positions, width, width, dtype=torch.int64, device=parents.device)
     pairs = None if draft.first is None or draft.pairwise is None else (draft.first, draft.pairwise)
-    overlap, weights = can_overlap(parents.device), rules.weights
-    link: Any = _link_families[(num_requests, num_positions)]
-    link(
+    weights = rules.weights
+    launch(_link_families, (num_requests, num_positions), parents.device,
         draft.log_probs, *(pairs or (draft.log_probs, draft.log_probs)),
         draft.log_probs if weights is None else weights, limits.temperatures, best, following,
         1 if weights is None else weights.shape[1], WIDTH=width, PAD=triton.next_power_of_2(width),
-        HAS_PAIRS=pairs is not None, HAS_WEIGHTS=weights is not None, IS_OVERLAPPED=overlap, num_warps=4,
-        **launch(overlap),
+        HAS_PAIRS=pairs is not None, HAS_WEIGHTS=weights is not None, num_warps=4,
     )  # fmt: skip
     num_words = trees.masks.shape[1]
-    grow: Any = _grow[(num_requests,)]
-    grow(
+    launch(_grow, (num_requests,), parents.device,
         draft.token_ids, best, following, limits.limits, limits.anchors, limits.starts, trees.token_ids,
         trees.positions, trees.masks, trees.starts, parents, report, num_positions, count, limits.anchors.stride(0),
         limits.starts.stride(0), WIDTH=width, PAD=max(MIN_NODES, triton.next_power_of_2(count - 1)), WORDS=num_words,
-        PAD_WORDS=triton.next_power_of_2(num_words), HEAD=HEAD, IS_CHAIN=rules.is_chain, IS_OVERLAPPED=overlap,
-        num_warps=1, **launch(overlap),
+        PAD_WORDS=triton.next_power_of_2(num_words), HEAD=HEAD, IS_CHAIN=rules.is_chain, num_warps=1,
     )  # fmt: skip
 
 
@@ -265,12 +259,9 @@ def accept_trees(checked: CheckedTrees, kept: AcceptedRows, accepted: Tensor, fo
     parents, starts = checked.parents, checked.starts
     (num_requests, count), width = parents.shape, kept.paths.shape[1]
     num_rows = len(kept.rows) // num_requests
-    overlap = can_overlap(parents.device)
-    kernel: Any = _accept[(num_requests,)]
-    kernel(
+    launch(_accept, (num_requests,), parents.device,
         checked.best, checked.token_ids, parents, starts, *kept, accepted, following.slots, following.positions,
         following.next_ids, following.next_positions, following.next_starts, following.spare_slot, count, width,
         num_rows, starts.stride(0), PAD=max(MIN_NODES, triton.next_power_of_2(count)),
-        PAD_PATH=max(MIN_NODES, triton.next_power_of_2(max(width, num_rows))), IS_OVERLAPPED=overlap, num_warps=1,
-        **launch(overlap),
+        PAD_PATH=max(MIN_NODES, triton.next_power_of_2(max(width, num_rows))), num_warps=1,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from blockpilot.core.device import Placement
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import DraftRequest, Observation
@@ -29,10 +30,9 @@ KINDS: dict[str, tuple[type[Any], type[Any]]] = {
 def make_drafter(kind: type[Any], name: str, device: torch.device) -> Any:
     model = make_eagle3() if name == "eagle3" else make_dflash(is_second=name == "dflash2")
     decoder = make_decoder().to(device)
-    options: dict[str, Any] = {"num_slots": 4, "context_length": 128, "device": device, "dtype": torch.float32}
-    if name != "eagle3":
-        options["head"] = decoder.lm_head
-    return kind(model.to(device).eval().requires_grad_(False), embed=decoder.embed_tokens, **options)
+    placement = Placement(num_slots=4, context_length=128, device=device, dtype=torch.float32)
+    head = {} if name == "eagle3" else {"head": decoder.lm_head}
+    return kind(model.to(device).eval().requires_grad_(False), placement, embed=decoder.embed_tokens, name=name, **head)
 
 
 @pytest.mark.parametrize("num_requests", [1, 3])

@@ -138,9 +138,9 @@ def _stream(llm: "LLM", prompt: str, params: SamplingParams, *, is_raw: bool, is
             for update in updates:
                 check_interrupts()
                 if is_shown and update.new_text:
+                    last = update.new_text[-1]  # first: an interrupt may come right behind the text
                     sys.stdout.write(update.new_text)
                     sys.stdout.flush()
-                    last = update.new_text[-1]
                 if update.completion is not None:
                     return update.completion
         finally:

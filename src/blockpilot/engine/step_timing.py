@@ -99,7 +99,7 @@ class _Table:
     rest: list[float] = field(default_factory=list)
 
     def add(self, shape: Shape, sample: Sample) -> None:
-        self.check.setdefault(shape.tokens, []).append(sample.check + sample.rest)
+        self.check.setdefault(shape.tokens, []).append(sample.check)
         if shape.draft_size:
             self.draft.setdefault(shape.draft_size, []).append(sample.draft)
             self.rest.append(sample.rest)
@@ -112,7 +112,7 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
     places = [(size, context) for size in plan.batch_sizes for context in plan.contexts]
     drafts: list[CostPoint] = []
     checks: list[CostPoint] = []
-    overhead: float | None = None  # of the smallest batch; a larger one has more to keep and to show the drafter
+    overhead: float | None = None  # of the first batch
     num_rounds = plan.num_rounds
     for done, (batch_size, context) in enumerate(places):
         report(f"batch {batch_size}, context {context}", done, len(places))
@@ -120,10 +120,12 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
             shapes = probe.shapes(plan)
             table, count = _time_rounds(probe, shapes, plan.num_rounds, plan.budget_seconds / len(places))
         num_rounds = min(num_rounds, count)
+        rest = float(np.median(table.rest or [0.0]))
         if overhead is None:
-            overhead = 0.0 if llm.engine.device_executor else float(np.median(table.rest or [0.0]))
+            overhead = rest
+        more = max(rest - overhead, 0.0)  # a larger batch has more to keep and to show the drafter
         for tokens, values in table.check.items():
-            checks.append(_point([max(value - overhead, 0.0) for value in values], tokens, batch_size, context))
+            checks.append(_point([value + more for value in values], tokens, batch_size, context))
         if context == plan.contexts[0] and llm.drafter is not None:
             drafts += [_point(values, size, batch_size, context) for size, values in table.draft.items()]
     report("draft and check times", len(places), len(places))
@@ -224,9 +226,11 @@ class _Probe:
         if executor is self.executors[-1]:  # the host's
             landed = executor.land(ticket, is_wanted)
             wait_for(self.runner.device)
-            whole = time.perf_counter() - started
             check = landed.select_seconds + landed.verify_seconds
-            return Sample(1e3 * landed.draft_seconds, 1e3 * check, 1e3 * (whole - check - landed.draft_seconds))
+            rest = time.perf_counter() - started - check - landed.draft_seconds
+            if self.device_executor is not None:  # counted as in the device's steps
+                check, rest = check + rest, 0.0
+            return Sample(1e3 * landed.draft_seconds, 1e3 * check, 1e3 * rest)
         times, drafts = [], []
         for index in range(BURST):
             positions = [self.runner.cache.lengths[slot] for slot in self.slots]

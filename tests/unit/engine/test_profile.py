@@ -13,8 +13,10 @@ from blockpilot.cli.main import main
 from blockpilot.cli.profile import BATCH_SIZES
 from blockpilot.core.config import EngineConfig
 from blockpilot.core.errors import InputError
+from blockpilot.decoding import host_step
 from blockpilot.engine import llm as llm_module
 from blockpilot.engine import profile as profile_module
+from blockpilot.engine import step_timing
 from blockpilot.engine.llm import LLM
 from blockpilot.engine.profile import (
     ensure_costs,
@@ -282,6 +284,36 @@ def test_timed_checks_have_the_size_they_are_recorded_under(
     assert all(len(step) == 1 and step <= {1, 2, 3, 8, 33, 64} for step in sizes)  # 3 of what overhead is measured with
     counts = Counter(size for step in sizes for size in step)
     assert counts[64] == counts[33] == counts[8] == 13  # one warms up
+
+
+@pytest.mark.parametrize("batch_sizes", [(1,), (1, 2)])
+def test_what_follows_a_check_is_overhead_and_no_check_is_cheaper_for_it(
+    monkeypatch: pytest.MonkeyPatch, batch_sizes: tuple[int, ...]
+) -> None:
+    """Keeping and observing take 5 ms per request here, more than a check of a tiny model: it stays what it is."""
+    llm = make_drafted()
+    clock = {"now": 0.0}
+    keep, verify = llm.engine.runner.keep, llm.engine.runner.verify
+
+    def slow_verify(trees, *rest):  # type: ignore[no-untyped-def]
+        clock["now"] += 1e-3 * sum(len(tree) for _, tree in trees)
+        return verify(trees, *rest)
+
+    def slow_keep(paths):  # type: ignore[no-untyped-def]
+        clock["now"] += 5e-3 * len(paths)
+        keep(paths)
+
+    monkeypatch.setattr(llm.engine.runner, "verify", slow_verify)
+    monkeypatch.setattr(llm.engine.runner, "keep", slow_keep)
+    for module in (step_timing, host_step):
+        monkeypatch.setattr(module.time, "perf_counter", lambda: clock["now"])
+    costs = measure(llm, replace(PLAN, batch_sizes=batch_sizes))
+    assert costs.overhead_ms == pytest.approx(5.0)
+    expected = {
+        (point.tokens, size): point.tokens * size + 5.0 * (size - 1) for point in costs.verify for size in (1, 2)
+    }
+    for point in costs.verify:
+        assert point.ms == pytest.approx(expected[point.tokens, point.batch_size])
 
 
 def test_on_a_cpu_a_careful_profile_serves_whatever_batches_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

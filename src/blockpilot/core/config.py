@@ -13,6 +13,7 @@ from typing import Any
 from blockpilot.core.errors import InputError
 
 MAX_BLOCK_SIZE = 64  # anchor + 63 drafted positions
+MAX_EAGLE3_BLOCK_SIZE = 16  # every position that EAGLE-3 drafts costs a pass, so long blocks never pay
 MAX_TREE_NODES = 128  # drafted nodes checked in one step
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from blockpilot.cache.attention import RaggedAttention, Segment
 from blockpilot.cache.slots import SlotCache
+from blockpilot.core.config import MAX_EAGLE3_BLOCK_SIZE
 from blockpilot.core.device import Placement
 from blockpilot.core.draft import HostDraft
 from blockpilot.decoding.drafter import DraftRequest, Observation, join_taps
@@ -27,12 +28,11 @@ from blockpilot.models.eagle3 import Eagle3
 from blockpilot.models.noise import gumbel_noise
 from blockpilot.models.packing import pack_linears
 
-MAX_BLOCK_SIZE = 16  # every drafted position costs a pass, so long blocks never pay
 BLOCK_SIZE = 8
 
 
 class Eagle3Drafter:
-    block_size, max_block_size = BLOCK_SIZE, MAX_BLOCK_SIZE
+    block_size, max_block_size = BLOCK_SIZE, MAX_EAGLE3_BLOCK_SIZE
     num_spare = 0  # slots for rows that only round up a pass
 
     def __init__(
@@ -56,7 +56,7 @@ class Eagle3Drafter:
         self.embed = embed if model.embed_tokens is None else model.embed_tokens
         self.token_ids = model.draft_token_ids.to(self.device)
         pack_linears(model, placement.linear_backend)
-        layers, num_open = model.config.layers, 1 + (MAX_BLOCK_SIZE - 2) * tree_width
+        layers, num_open = model.config.layers, 1 + (MAX_EAGLE3_BLOCK_SIZE - 2) * tree_width
         self.cache = SlotCache(layers, placement, num_open=num_open, num_spare=self.num_spare)
         num_states = placement.num_slots + self.num_spare
         self._states = torch.zeros(num_states, layers.hidden_size, dtype=placement.dtype, device=self.device)

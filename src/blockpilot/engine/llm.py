@@ -67,9 +67,9 @@ class LLM:
             token_budget=self.config.token_budget,
             eos_token_ids=self.tokenizer.eos_token_ids or decoder.config.eos_token_ids,
         )
-        self._mail: dict[int, deque[Update]] = {}  # open requests: news not yet handed to their caller
+        self._pending: dict[int, deque[Update]] = {}  # open requests: updates not yet handed to their caller
         self._costs = read_profile(costs, profile_key(self)) if isinstance(costs, Path) else costs
-        self._pilots: dict[str, Pilot] = {}  # by name; requests start copies of their own
+        self._pilots: dict[str, Pilot] = {}  # by name
         self.pilot = self._resolve_pilot(pilot)
 
     @property
@@ -190,27 +190,27 @@ class LLM:
 
     def _open(self, prompt_ids: list[int], params: SamplingParams, pilot: str | Pilot) -> int:
         request_id = self.engine.add_request(prompt_ids, params, self._resolve_pilot(pilot))
-        self._mail[request_id] = deque()
+        self._pending[request_id] = deque()
         return request_id
 
     def _next_update(self, request_id: int) -> Update:
-        """The next news of one request. A step advances every open request; the others' news wait in their mail."""
-        mail = self._mail[request_id]
-        while not mail:
+        """The next update of one request. A step advances all; the others' updates wait for their callers."""
+        pending = self._pending[request_id]
+        while not pending:
             is_open = self.engine.scheduler.find(request_id) is not None
             self._deliver(self.engine.step() if is_open else self.engine.take_updates())
-            if not is_open and not mail:
+            if not is_open and not pending:
                 raise BlockPilotError("the request was dropped because a pass that it shared failed; ask again")
-        return mail.popleft()
+        return pending.popleft()
 
     def _deliver(self, updates: list[Update]) -> None:
         for update in updates:
-            if update.request_id in self._mail:
-                self._mail[update.request_id].append(update)
+            if update.request_id in self._pending:
+                self._pending[update.request_id].append(update)
 
     def _close(self, request_ids: list[int]) -> None:
         for request_id in request_ids:
-            self._mail.pop(request_id, None)
+            self._pending.pop(request_id, None)
             self.engine.abort(request_id)
 
 

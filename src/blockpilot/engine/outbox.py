@@ -1,4 +1,4 @@
-"""What callers are to be told: new text of requests, and finished answers."""
+"""What is to be reported: new text of requests, and finished answers."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from blockpilot.engine.sequence import Sequence
 
 
 class Update(NamedTuple):
-    """News of one request after a step."""
+    """What a step has brought one request."""
 
     request_id: int
     new_text: str

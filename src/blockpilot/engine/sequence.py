@@ -1,6 +1,5 @@
 """One request and its state in the engine. `take` is the only place where an answer grows."""
 
-import time
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,6 @@ class Sequence:
     eos_token_ids: frozenset[int]
     max_total: int  # prompt and answer together: the context limit
     detokenizer: IncrementalDetokenizer
-    arrived: float = field(default_factory=time.perf_counter)
     memory: Any = None  # the pilot's, from the end of prefill on
     slot: int = -1
     num_prefilled: int = 0

@@ -7,7 +7,7 @@ bucket. What rounds up belongs to a spare slot, or stands behind a request's own
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from blockpilot.core.config import MAX_BLOCK_SIZE, MAX_TREE_NODES
+from blockpilot.core.config import MAX_BLOCK_SIZE, MAX_EAGLE3_BLOCK_SIZE, MAX_TREE_NODES
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (2048, 1 << 30)  # how long slots are, roughly: long ones are read by more programs
@@ -22,7 +22,8 @@ MAX_DRAFT_ROWS = 2048  # of one recorded draft: 64 requests of 32
 OBSERVED = (2, 4, 8, 16, 32, MAX_BLOCK_SIZE)  # tokens a DFlash drafter is shown; a slot has room for that many more
 
 CHAIN_BLOCKS = (4, 6, 8)  # block sizes of EAGLE-3 chains that are recorded before they are asked for
-MAX_CHAIN_ROWS = 1024
+MAX_CHAIN_ROWS = 1024  # that an EAGLE-3 drafter is shown at once
+CHAIN_OBSERVED = (2, 4, 8, MAX_EAGLE3_BLOCK_SIZE)  # tokens that it is shown
 
 
 def round_up(value: int, buckets: Sequence[int]) -> int:

@@ -15,9 +15,10 @@ from torch import Tensor
 from blockpilot.core.device import Placement
 from blockpilot.core.draft import Draft, HostDraft
 from blockpilot.decoding.drafter import DraftRequest, Observation
-from blockpilot.decoding.eagle3_drafter import MAX_BLOCK_SIZE, Eagle3Drafter
+from blockpilot.decoding.eagle3_drafter import Eagle3Drafter
 from blockpilot.gpu.buckets import (
     CHAIN_BLOCKS,
+    CHAIN_OBSERVED,
     MAX_CHAIN_ROWS,
     REQUESTS,
     context_bucket,
@@ -31,7 +32,6 @@ from blockpilot.gpu.plan import Staging
 from blockpilot.gpu.views import RecordedViews
 from blockpilot.models.eagle3 import Eagle3
 
-OBSERVED = (2, 4, 8, MAX_BLOCK_SIZE)  # tokens it is shown, rounded up; a slot has room for that many more
 ALIGNMENT = 4  # numbers; kernels are compiled once more for inputs that begin elsewhere
 
 
@@ -84,7 +84,7 @@ class GpuEagle3Drafter(Eagle3Drafter):
         self._pool = graph_pool(self.device)
         self._chains: dict[tuple[int, int, int], Chain] = {}
         self.views = RecordedViews(
-            self.cache, self._store_view, buckets=OBSERVED, max_rows=MAX_CHAIN_ROWS, pool=self._pool
+            self.cache, self._store_view, buckets=CHAIN_OBSERVED, max_rows=MAX_CHAIN_ROWS, pool=self._pool
         )
 
     def bind(self, taps: Tensor) -> None:

@@ -31,7 +31,7 @@ def told(answers: Sequence[Completion]) -> list[tuple[str, list[int], str, list[
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "T=0.7"])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_answers_are_those_of_unplanned_passes(runs: Runs, name: str, params: SamplingParams) -> None:
+def test_answers_are_those_of_unrecorded_passes(runs: Runs, name: str, params: SamplingParams) -> None:
     """One request; several of different lengths, of which some end; more than there are slots, with long prompts."""
     host, llm = make_llm(name), make_gpu_llm(name)
     prompts = [*PROMPTS, "a prompt that is read in several pieces", *PROMPTS[::-1]]
@@ -50,7 +50,7 @@ def test_answers_are_those_of_unplanned_passes(runs: Runs, name: str, params: Sa
 
 
 @pytest.mark.usefixtures("device")
-def test_the_next_pass_is_begun_before_it_is_asked_for(runs: Runs) -> None:
+def test_the_next_pass_is_enqueued_before_it_is_asked_for(runs: Runs) -> None:
     llm = make_gpu_llm()
     llm.generate(PROMPTS[0], NO_END, is_raw=True)
     assert runs.is_ahead == [False] + [True] * 22  # the first token is the prompt's, and none is decoded in vain
@@ -102,7 +102,7 @@ def test_a_full_context_ends_answers(runs: Runs) -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_a_request_may_leave_while_its_step_is_on_its_way(runs: Runs) -> None:
+def test_a_request_may_leave_while_its_step_is_in_flight(runs: Runs) -> None:
     llm = make_gpu_llm()
     alone = llm.generate(PROMPTS[1], NO_END, is_raw=True)
     engine = llm.engine
@@ -119,7 +119,7 @@ def test_a_request_may_leave_while_its_step_is_on_its_way(runs: Runs) -> None:
     assert engine.runner.cache.num_free == 4
 
 
-def test_a_step_that_fails_on_its_way_frees_its_requests(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
+def test_a_step_that_fails_in_flight_frees_its_requests(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
     llm = make_gpu_llm()
     engine = llm.engine
     expected = llm.generate(PROMPTS[0], NO_END, is_raw=True)
@@ -132,7 +132,7 @@ def test_a_step_that_fails_on_its_way_frees_its_requests(monkeypatch: pytest.Mon
     assert told([llm.generate(PROMPTS[0], NO_END, is_raw=True)]) == told([expected])
 
 
-def test_what_the_device_cannot_do_goes_other_ways(runs: Runs) -> None:
+def test_what_the_device_cannot_run_takes_other_paths(runs: Runs) -> None:
     llm, host = make_gpu_llm(drafter=make_dflash("qwen3", is_second=True)), make_llm("qwen3")
     filtered = replace(SAMPLED, top_k=5)
     mixed = ["fixed:4", "tree:7", "ar", "fixed:4"]

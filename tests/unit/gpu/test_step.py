@@ -170,7 +170,7 @@ def test_a_pilot_that_is_asked_while_another_joins_is_asked_once(runs: Runs, mon
     assert is_joined
 
 
-def test_what_the_device_cannot_do_goes_the_hosts_way(runs: Runs) -> None:
+def test_what_the_device_cannot_run_takes_the_host_executor(runs: Runs) -> None:
     llm = build()
     filtered = SamplingParams(max_new_tokens=12, temperature=1.0, top_k=5, seed=1)
     mixed = ["fixed:4", "tree:7", "ar", "fixed:4"]
@@ -187,7 +187,7 @@ def test_other_devices_have_no_such_steps() -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_a_request_may_leave_while_its_step_is_on_its_way(runs: Runs) -> None:
+def test_a_request_may_leave_while_its_step_is_in_flight(runs: Runs) -> None:
     llm = build()
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     alone = llm.generate(PROMPTS[1], params, pilot="tree:15", is_raw=True)
@@ -206,7 +206,7 @@ def test_a_request_may_leave_while_its_step_is_on_its_way(runs: Runs) -> None:
     assert engine.runner.cache.num_free == 4
 
 
-def test_a_step_that_fails_on_its_way_frees_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_in_flight_frees_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = build()
     engine, params = llm.engine, SamplingParams(max_new_tokens=24, ignore_eos=True)
     engine.add_request(llm.tokenizer.encode(PROMPTS[0]), params, load_pilot("fixed:4"))
@@ -233,7 +233,7 @@ def test_texts_and_stop_strings_do_not_wait(runs: Runs) -> None:
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("num_prompts", [1, 4])
-def test_the_next_step_is_begun_before_this_one_has_landed(runs: Runs, num_prompts: int) -> None:
+def test_the_next_step_is_enqueued_before_this_one_has_landed(runs: Runs, num_prompts: int) -> None:
     """Not where prompts have been read in between, and where a smaller pass serves those who are left."""
     llm = build(num_slots=num_prompts)
     params = SamplingParams(max_new_tokens=28, ignore_eos=True)
@@ -353,14 +353,14 @@ def test_profiles_of_targets_with_few_rows_fall_back(runs: Runs) -> None:
     assert set(runs.num_requests) == {1, 8} and llm.engine.runner.cache.num_free == 8
 
 
-def test_wide_selectors_go_the_hosts_way() -> None:
+def test_wide_selectors_take_the_host_executor() -> None:
     drafter = make_dflash("qwen3", is_second=True)
     drafter.config = replace(drafter.config, selector_top_k=17)
     executor = make_gpu_llm("qwen3", drafter=drafter).engine.device_executor
     assert executor is not None and executor.drafter is None and executor.bound is not None
 
 
-def test_news_of_a_finished_request_outlive_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_of_a_finished_request_outlive_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = build()
     params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 60)]
     alone = llm.generate(PROMPTS[0], params[0], pilot="fixed:4", is_raw=True)
@@ -403,7 +403,7 @@ def test_an_answer_does_not_grow_behind_its_end(pilot: str) -> None:
         assert last is not None and (last.token_ids, last.text) == (expected.token_ids, expected.text)
 
 
-def test_a_request_that_its_prompt_ends_is_told_even_if_decoding_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_finishes_during_prefill_is_reported_if_decoding_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = build()
     engine, params = llm.engine, SamplingParams(max_new_tokens=24, ignore_eos=True)
     engine.add_request(llm.tokenizer.encode(PROMPTS[0]), params, load_pilot("fixed:4"))

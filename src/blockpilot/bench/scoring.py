@@ -77,22 +77,13 @@ def mbpp_program(text: str, meta: Mapping[str, Any]) -> str:
 
 
 def is_right(answer: str, expected: str) -> bool:
-    found = _find_result(answer)
-    return found is not None and _is_same(found, expected)
-
-
-def _find_result(answer: str) -> str | None:
-    """What the answer gives as its result."""
-    if (boxed := _last_boxed(answer)) is not None:
-        return boxed
-    numbers = _NUMBER.findall(answer)
-    return numbers[-1] if numbers else None
-
-
-def _is_same(first: str, second: str) -> bool:
     """Equal as numbers, or letter by letter once notation that means nothing is gone."""
-    one, two = _normalize(first), _normalize(second)
-    return one == two or (_as_number(one) is not None and _as_number(one) == _as_number(two))
+    boxed = _last_boxed(answer)
+    results = _NUMBER.findall(answer) if boxed is None else [boxed]
+    if not results:
+        return False
+    found, wanted = _normalize(results[-1]), _normalize(expected)
+    return found == wanted or (_as_number(found) is not None and _as_number(found) == _as_number(wanted))
 
 
 def _normalize(text: str) -> str:

@@ -89,16 +89,13 @@ class PrefillNetwork(nn.Module):
 
 
 class PrefillPilot(Pilot):
+    name = "prefill"
     num_candidates = 1
     reads_prefill = True
 
     def __init__(self, network: PrefillNetwork, costs: StepCosts | None = None, name: str = "prefill") -> None:
-        self._name, self.costs = name, costs or StepCosts.linear()
+        self.name, self.costs = name, costs or StepCosts.linear()
         self.network = network.eval().requires_grad_(False)
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     @torch.inference_mode()
     def start(self, prefill: PrefillState | None, neighbours: Sequence[int] = ()) -> int:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from blockpilot.cli.console import print_columns, print_json, print_note, show_counted, show_progress
 from blockpilot.cli.options import add_option, add_target_options, read_count, read_engine_config, read_list
-from blockpilot.core.config import MAX_TREE_NODES, EngineConfig, default_dtype, device_type
+from blockpilot.core.config import MAX_TREE_NODES, default_dtype, device_type
 from blockpilot.core.errors import InputError
 
 if TYPE_CHECKING:
-    from blockpilot.engine.llm import LLM
     from blockpilot.engine.step_timing import ProfilePlan
     from blockpilot.pilots.cost_model import CostPoint, StepCosts
 
@@ -54,11 +53,20 @@ def _measure(
     arguments: argparse.Namespace, batch_sizes: tuple[int, ...], contexts: tuple[int, ...]
 ) -> tuple["StepCosts", Path]:
     """Costs of our own engine, remembered or measured now, and the file they are in."""
-    llm = _load(arguments, read_engine_config(arguments, num_slots=max(batch_sizes)), max(contexts))
+    config = read_engine_config(arguments, num_slots=max(batch_sizes))
+    with show_progress(f"loading {arguments.target}") as progress:
+        import torch
 
-    from blockpilot.engine.profile import load_profile, measure, profile_key, profile_path, remember
-    from blockpilot.engine.step_timing import ProfilePlan
+        from blockpilot.core.device import resolve_device
+        from blockpilot.engine.llm import LLM
+        from blockpilot.engine.profile import load_profile, measure, profile_key, profile_path, remember
+        from blockpilot.engine.step_timing import ProfilePlan
+        from blockpilot.models.loading import load_target
 
+        resolve_device(config.device)
+        target = load_target(arguments.target, getattr(torch, config.dtype), progress)
+        length = min(max(contexts) + _ROOM, target.decoder.config.context_length)
+        llm = LLM(target, drafter=arguments.drafter, pilot="ar", config=replace(config, context_length=length))
     make_plan = ProfilePlan.quick if arguments.quick else ProfilePlan.full
     plan = make_plan(batch_sizes, contexts, is_gpu=llm.device_type == "cuda")
     costs = None if arguments.force else load_profile(profile_key(llm))
@@ -68,21 +76,6 @@ def _measure(
         with show_counted("measured") as report:
             costs = remember(measure(llm, plan, report))
     return costs, profile_path(dict(costs.key))
-
-
-def _load(arguments: argparse.Namespace, config: EngineConfig, context: int) -> "LLM":
-    with show_progress(f"loading {arguments.target}") as progress:
-        import torch
-
-        from blockpilot.core.device import resolve_device
-        from blockpilot.engine.llm import LLM
-        from blockpilot.models.loading import load_target
-
-        resolve_device(config.device)
-        target = load_target(arguments.target, getattr(torch, config.dtype), progress)
-        length = min(context + _ROOM, target.decoder.config.context_length)
-        config = replace(config, context_length=length)
-        return LLM(target, drafter=arguments.drafter, pilot="ar", config=config)
 
 
 def _covers(costs: "StepCosts", plan: "ProfilePlan") -> bool:

@@ -15,7 +15,6 @@ from blockpilot.core.errors import InputError, require_at_least
 
 if TYPE_CHECKING:
     from blockpilot.pilots.base import Pilot
-    from blockpilot.pilots.cost_model import StepCosts
     from blockpilot.pilots.prefill import PrefillConfig
     from blockpilot.replay.pilot_report import Row
     from blockpilot.replay.pilot_training import TraceGroup
@@ -56,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("--kind step needs --traces and --out")
     with show_progress("reading traces"):
         from blockpilot.core.device import resolve_device
+        from blockpilot.engine.profile import read_profile
+        from blockpilot.replay.pilot_report import compare, linear_loads
         from blockpilot.replay.pilot_training import check_enough, hold_out, read_group
         from blockpilot.replay.trace_files import require_disjoint
 
@@ -73,10 +74,16 @@ def run(arguments: argparse.Namespace) -> int:
         from blockpilot.bench.methods import paper_pilot_folder
 
         arguments.out = paper_pilot_folder(group.manifest["target"])
-    loads = _find_loads(arguments.profile)
+    loads = linear_loads()  # the step costs to judge under, by name
+    if arguments.profile is not None:
+        loads = {"this machine": read_profile(arguments.profile), **loads}
     facts = _describe(train, test)
     pilots = (_fit_step if arguments.kind == "step" else _fit_prefill)(arguments, train, test, facts)
-    _print_result(arguments, facts, _judge(train, test, pilots, loads))
+    rows: list[Row] = []
+    for name, costs in loads.items():
+        with show_progress(f"judging under the load {name!r}"):
+            rows += compare(train.traces, test.traces, pilots, costs, load=name)
+    _print_result(arguments, facts, rows)
     return 0
 
 
@@ -86,14 +93,6 @@ def _shipped_traces() -> Path:
     if (folder := shipped_traces(DEFAULT_TARGET)) is None:
         raise InputError(f"no traces ship for {DEFAULT_TARGET}: give --traces, written by `blockpilot collect`")
     return folder
-
-
-def _find_loads(profile: Path | None) -> "dict[str, StepCosts]":
-    """The step costs to judge under, by name."""
-    from blockpilot.engine.profile import read_profile
-    from blockpilot.replay.pilot_report import linear_loads
-
-    return linear_loads() if profile is None else {"this machine": read_profile(profile), **linear_loads()}
 
 
 def _describe(train: "TraceGroup", test: "TraceGroup") -> dict[str, Any]:
@@ -166,18 +165,6 @@ def _prefill_config(arguments: argparse.Namespace, train: "TraceGroup") -> "Pref
         "num_layers": arguments.layers,
     }
     return PrefillConfig(**read_fields(PrefillConfig, arguments) | given)
-
-
-def _judge(
-    train: "TraceGroup", test: "TraceGroup", pilots: "list[Pilot]", loads: "dict[str, StepCosts]"
-) -> "list[Row]":
-    from blockpilot.replay.pilot_report import compare
-
-    rows: list[Row] = []
-    for name, costs in loads.items():
-        with show_progress(f"judging under the load {name!r}"):
-            rows += compare(train.traces, test.traces, pilots, costs, load=name)
-    return rows
 
 
 def _print_result(arguments: argparse.Namespace, facts: dict[str, Any], rows: "list[Row]") -> None:

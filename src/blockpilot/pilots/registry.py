@@ -51,7 +51,9 @@ def load_pilot(
         folder = Path(argument).expanduser()
         if (found := read_card(folder).kind) != "prefill":
             raise InputError(f"pilot {spec!r}: the folder holds a pilot of kind {found!r}, not 'prefill'")
-    elif not spec or not (folder := Path(spec).expanduser()).is_dir():
+    elif spec and Path(spec).expanduser().is_dir():
+        folder = Path(spec).expanduser()
+    else:
         raise InputError(f"unknown pilot {spec!r}; known: {KNOWN}")
     return load_pilot_folder(folder, costs, is_chain=is_chain, max_block_size=max_block_size, name=spec)
 

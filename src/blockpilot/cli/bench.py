@@ -5,7 +5,6 @@ What can be wrong with the command line and the prompt files is found before PyT
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from blockpilot.bench.run import BenchResult
     from blockpilot.bench.site import BenchSetup
 
-_Row = Mapping[str, Any]
 _DEFAULTS = BenchConfig(tasks=("-",), methods=("ar",))
 
 
@@ -203,9 +201,9 @@ def _print_result(result: "BenchResult", out: Path, *, is_json: bool) -> None:
     print_note(f"results are in {out}; `blockpilot report {out}` draws them")
 
 
-def _print_rows(rows: Sequence[_Row]) -> None:
+def _print_rows(rows: list[dict[str, Any]]) -> None:
     """Methods down, tasks across, speedup and tau in each cell; the best of each column is bold."""
-    run = Run("", {}, [dict(row) for row in rows], [], [])
+    run = Run("", {}, rows, [], [])
     table = make_table()
     table.add_column("method", no_wrap=True)
     for task in run.columns:

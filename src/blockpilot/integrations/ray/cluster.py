@@ -165,8 +165,11 @@ class Pool:
             worker, place = running.pop(reference)
             try:
                 result = ray.get(reference)
-            except RayTaskError as error:
-                raise _explain(error) from error
+            except RayTaskError as error:  # inside a worker; what we foresee is said as a local run would
+                if isinstance(error.cause, BlockPilotError):
+                    raise error.cause from error
+                reason = f"{type(error.cause).__name__}: {error.cause}"
+                raise BlockPilotError(f"a worker failed ({_GOES_ON}): {reason}") from error
             except RayError as error:
                 losses[place] += 1
                 self._drop(worker, error, num_losses=losses[place])
@@ -185,14 +188,6 @@ class Pool:
         if num_losses >= MAX_LOSSES:
             raise BlockPilotError(f"a shard was lost {num_losses} times ({_GOES_ON}), last so: {reason}") from error
         logger.warning("a worker died, %d go on: %s", len(self.workers), reason)
-
-
-def _explain(error: RayTaskError) -> BlockPilotError:
-    """What went wrong inside a worker, as a local run would say it."""
-    cause = error.cause
-    if isinstance(cause, BlockPilotError):
-        return cause
-    return BlockPilotError(f"a worker failed ({_GOES_ON}): {type(cause).__name__}: {cause}")
 
 
 def _shorten(error: Exception) -> str:

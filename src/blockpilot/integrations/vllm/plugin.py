@@ -14,7 +14,6 @@ from blockpilot.core.errors import BlockPilotError
 from blockpilot.integrations.vllm.settings import is_supported, logger, read_pilot, supported_range
 
 if TYPE_CHECKING:
-    from blockpilot.integrations.vllm.pilot_choice import PilotChoice
     from blockpilot.integrations.vllm.steering import Steering
 
 MARK = "_blockpilot_attach"
@@ -97,20 +96,15 @@ def reason_to_stay_off(config: Any) -> str | None:
     return None
 
 
-def make_choice(config: Any, pilot: str) -> "PilotChoice":
+def make_steering(config: Any, pilot: str) -> "Steering":
     from blockpilot.integrations.vllm.costs import engine_key, find_costs
     from blockpilot.integrations.vllm.pilot_choice import PilotChoice
-
-    target, drafter = config.model_config.model, config.speculative_config.model
-    return PilotChoice(pilot, target=target, drafter=drafter, costs=lambda: find_costs(engine_key(config)))
-
-
-def make_steering(config: Any, pilot: str) -> "Steering":
     from blockpilot.integrations.vllm.steering import Steering
 
     speculative = config.speculative_config
     num_draft_tokens = int(speculative.num_speculative_tokens)
     trained = getattr(speculative.draft_model_config.hf_config, "block_size", None) or num_draft_tokens + 1
-    choice = make_choice(config, pilot)
+    target, drafter = config.model_config.model, speculative.model
+    choice = PilotChoice(pilot, target=target, drafter=drafter, costs=lambda: find_costs(engine_key(config)))
     logger.info("BlockPilot is on: pilot %s, up to %d drafted tokens.", pilot, num_draft_tokens)
     return Steering(choice, num_draft_tokens=num_draft_tokens, trained_block_size=int(trained))

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.integrations.vllm.draft_scores import DraftScores
-from blockpilot.integrations.vllm.key_norm import repair_key_norm
+from blockpilot.integrations.vllm.proposer import DraftScores, repair_key_norm
 from blockpilot.integrations.vllm.settings import KEY, logger
 from blockpilot.integrations.vllm.steering import Row, Steering
 from blockpilot.pilots.base import PrefillState

@@ -30,29 +30,26 @@ def score(
 
     Equal texts are judged once.
     """
-    known: dict[tuple[str, str, str], bool] = {}
+    known: dict[tuple[str, str, str], bool | None] = {}
     found: dict[tuple[str, str], list[bool]] = {}
     for answer in answers:
-        prompt = places[answer.task, answer.prompt_id].prompt
-        if answer.repeat or answer.turn or not _can_be_scored(answer.task, prompt, is_code_scored=is_code_scored):
+        if answer.repeat or answer.turn:
             continue
         key = (answer.task, answer.prompt_id, answer.text)
         if key not in known:
-            known[key] = _judge(answer.task, answer.text, prompt)
-        found.setdefault((answer.task, answer.method), []).append(known[key])
+            prompt = places[answer.task, answer.prompt_id].prompt
+            known[key] = _judge(answer.task, answer.text, prompt, is_code_scored=is_code_scored)
+        if (verdict := known[key]) is not None:
+            found.setdefault((answer.task, answer.method), []).append(verdict)
     return found
 
 
-def _can_be_scored(task: str, prompt: Prompt, *, is_code_scored: bool) -> bool:
-    """A file of the user's own may bear a known name without what scoring needs."""
+def _judge(task: str, text: str, prompt: Prompt, *, is_code_scored: bool) -> bool | None:
+    """None: it cannot be scored. A file of the user's own may bear a known name without what scoring needs."""
     if task in _MATHEMATICS:
-        return prompt.answer is not None
-    return is_code_scored and task in _PROGRAMS and all(name in prompt.meta for name in _PROGRAMS[task])
-
-
-def _judge(task: str, text: str, prompt: Prompt) -> bool:
-    if task in _MATHEMATICS:
-        return is_right(text, str(prompt.answer))
+        return None if prompt.answer is None else is_right(text, prompt.answer)
+    if not is_code_scored or task not in _PROGRAMS or not all(name in prompt.meta for name in _PROGRAMS[task]):
+        return None
     return passes((humaneval_program if task == "humaneval" else mbpp_program)(text, prompt.meta))
 
 

@@ -77,9 +77,7 @@ def draw_speed_by_size(run: Run, figure: Figure) -> None:
         axes.axhline(speed, color=colour, label=f"{method}, {format_speed(speed)}", **look)
     choice = run.manifest.get("best_fixed")
     if choice and (speed := run.value(column, "best-fixed", "tokens_per_second")) is not None:
-        axes.plot(
-            choice["size"], speed, color=style.BLUE, marker="*", markersize=11, linestyle=""
-        )  # where it was chosen
+        axes.plot(choice["size"], speed, color=style.BLUE, marker="*", markersize=11, linestyle="")
     axes.set(xlabel="block size B", ylabel="tokens/s, mean of the tasks" if len(run.tasks) > 1 else "tokens/s")
     axes.set_ylim(bottom=0)
     style.finish_lines(axes, sizes)

@@ -76,7 +76,13 @@ def build_rows(
             odd = [one for one in differences if (one.task, one.method) == (task, method)]
             row = {"task": task, "method": method, "model": manifest["target"]}
             row["temperature"] = settings["temperature"]
-            row |= _count(found) | _compare_with_plain(speeds, task, method)
+            ours, plain = speeds.measured[task, method], speeds.measured[task, "ar"]
+            row |= _count(found) | {
+                "tokens_per_second": ours.tokens_per_second,
+                "speedup": speedup(ours, plain),
+                "speedup_ci": speedup_interval([(ours, plain)]),
+                "end_to_end_speedup": divide(ours.end_to_end_rate, plain.end_to_end_rate),
+            }
             num_near_ties = sum(one.is_near_tie for one in odd)
             row |= {"mismatches": len(odd) - num_near_ties, "near_ties": num_near_ties}
             row |= {"manifest": manifest["id"], "largest_gap": _largest(one.best_gap for one in odd)}
@@ -96,16 +102,6 @@ def _count(found: Sequence[Answer]) -> Row:
         "num_tokens": sum(len(answer.token_ids) for answer in first),
         "num_steps": sum(len(answer.emitted) for answer in first),
         **statistics.count_lengths(first),
-    }
-
-
-def _compare_with_plain(speeds: _Speeds, task: str, method: str) -> Row:
-    ours, plain = speeds.measured[task, method], speeds.measured[task, "ar"]
-    return {
-        "tokens_per_second": ours.tokens_per_second,
-        "speedup": speedup(ours, plain),
-        "speedup_ci": speedup_interval([(ours, plain)]),
-        "end_to_end_speedup": divide(ours.end_to_end_rate, plain.end_to_end_rate),
     }
 
 

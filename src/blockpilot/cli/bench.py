@@ -167,12 +167,10 @@ def _read_tasks(arguments: argparse.Namespace) -> tuple[TaskPrompts, ...]:
 
 
 def _read_names(text: str, flag: str) -> list[str]:
-    def read(part: str) -> str:
-        if not part.strip():
-            raise ValueError(part)
-        return part.strip()
-
-    return list(dict.fromkeys(options.read_list(text, flag, read, "give names separated by commas")))
+    names = [part.strip() for part in text.split(",")]
+    if not all(names):
+        raise InputError(f"{flag} {text!r}: give names separated by commas")
+    return list(dict.fromkeys(names))
 
 
 def _print_plan(arguments: argparse.Namespace, config: BenchConfig, tasks: tuple[TaskPrompts, ...]) -> int:

@@ -112,8 +112,11 @@ class PrefillPilot(Pilot):
         if self.network.head.weight.device != values.device:  # on a GPU its time is that of reading the weights
             self.network.to(values.device, torch.bfloat16 if values.is_cuda else torch.float32)
         features = read_features(values, config.inputs)[None].to(self.network.head.weight.dtype)
-        scores = self.network(features)[0].tolist()
-        return self._best_size(scores, prefill.num_prompt_tokens)
+        scores, sizes = self.network(features)[0].tolist(), config.sizes
+        if config.objective == "tau":
+            costs = [self.costs.step_ms(size, size, context_length=prefill.num_prompt_tokens) for size in sizes]
+            scores = [score / cost for score, cost in zip(scores, costs, strict=True)]
+        return sizes[max(range(len(sizes)), key=scores.__getitem__)]
 
     def choose(self, requests: Sequence[Asked]) -> list[Choice]:
         return [whole_chain(size) for size, _ in requests]
@@ -123,13 +126,6 @@ class PrefillPilot(Pilot):
 
     def options(self, trained_block_size: int) -> Sequence[Choice]:
         return [whole_chain(size) for size in self.network.config.sizes]
-
-    def _best_size(self, scores: list[float], context_length: int) -> int:
-        sizes = self.network.config.sizes
-        if self.network.config.objective == "tau":
-            costs = [self.costs.step_ms(size, size, context_length=context_length) for size in sizes]
-            scores = [score / cost for score, cost in zip(scores, costs, strict=True)]
-        return sizes[max(range(len(sizes)), key=scores.__getitem__)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +167,12 @@ def train_prefill(
     for epoch in range(num_epochs):
         for rows in torch.randperm(len(tau), generator=order).to(values.device).split(training.batch_size):
             optimizer.zero_grad()
-            _prefill_loss(network(features[rows]), tau[rows], config.objective).backward()
+            scores = network(features[rows])
+            if config.objective == "class":
+                loss = nn.functional.cross_entropy(scores, tau[rows].argmax(dim=-1))
+            else:
+                loss = nn.functional.mse_loss(scores, tau[rows])
+            loss.backward()
             optimizer.step()
         if report is not None:
             report(epoch + 1, num_epochs)
@@ -179,9 +180,3 @@ def train_prefill(
     whole[:, used] = first.weight.detach()
     first.weight = nn.Parameter(whole)
     return network.eval()
-
-
-def _prefill_loss(scores: Tensor, tau: Tensor, objective: str) -> Tensor:
-    if objective == "class":
-        return nn.functional.cross_entropy(scores, tau.argmax(dim=-1))
-    return nn.functional.mse_loss(scores, tau)

@@ -56,8 +56,7 @@ def _write_geometric(curves, mean, draft_sizes, is_chain):  # type: ignore[no-un
 def _write_curves(curves, weights, draft_sizes, is_chain, average, last, expected, has_drafted):  # type: ignore[no-untyped-def]
     """Expected tokens [sizes, levels, nodes + 1]; `weights` [sizes, levels, features, nodes] may be empty: no fit."""
     if len(weights):
-        features = _rounded(average), _rounded(last), _rounded(expected), np.float64(has_drafted)
-        _write_fitted(curves, weights, features[0], features[1], features[2], features[3])
+        _write_fitted(curves, weights, _rounded(average), _rounded(last), _rounded(expected), np.float64(has_drafted))
     else:
         _write_geometric(curves, (average + expected) / 2 if has_drafted else average, draft_sizes, is_chain)
 

@@ -88,15 +88,13 @@ def _read(path: Path) -> list[Answer]:
         return []
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    lines = content.split(b"\n")[:-1]  # what follows the last line end is empty, or was cut off
-    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
-
-
-def _parse(line: bytes, where: str) -> Answer:
-    values = parse_json(line, where, "; mend the line or choose another --out")
-    if not isinstance(values, dict) or values.keys() != Answer.__dataclass_fields__.keys():
-        raise InputError(f"{where}: not an answer of this version; choose another --out")
-    return Answer(**values)
+    answers = []
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):  # what follows the last line end was cut off
+        values = parse_json(line, f"{path}, line {number}", "; mend the line or choose another --out")
+        if not isinstance(values, dict) or values.keys() != Answer.__dataclass_fields__.keys():
+            raise InputError(f"{path}, line {number}: not an answer of this version; choose another --out")
+        answers.append(Answer(**values))
+    return answers
 
 
 def select(answers: Iterable[Answer], *, task: str | None = None, method: str | None = None) -> list[Answer]:

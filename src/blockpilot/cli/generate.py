@@ -85,10 +85,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read_prompt(argument: str) -> str:
     """The prompt's text. Of standard input, one line ending at the end is dropped: `echo` adds it, nobody means it."""
-    if argument == "-":
-        prompt = _check_text(_read_standard_input(), "standard input").removesuffix("\n").removesuffix("\r")
-    else:
+    if argument != "-":
         prompt = _check_text(argument, "the prompt")
+    elif sys.stdin is None:
+        raise InputError("the prompt is '-', but standard input is closed: pipe the prompt in or write it out")
+    else:
+        if sys.stdin.isatty():
+            print("type the prompt, then press Ctrl-D on an empty line", file=sys.stderr)
+        given = sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")
+        prompt = _check_text(given, "standard input").removesuffix("\n").removesuffix("\r")
     if not prompt.strip():
         raise InputError("the prompt is empty: write something to answer")
     return prompt
@@ -102,14 +107,6 @@ def _check_text(text: str, what: str) -> str:
         offset = len(text[: error.start].encode("utf-8"))
         raise InputError(f"{what} is not valid UTF-8 at byte {offset}: convert it to UTF-8 first") from error
     return text
-
-
-def _read_standard_input() -> str:
-    if sys.stdin is None:
-        raise InputError("the prompt is '-', but standard input is closed: pipe the prompt in or write it out")
-    if sys.stdin.isatty():
-        print("type the prompt, then press Ctrl-D on an empty line", file=sys.stderr)
-    return sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")
 
 
 def _stream(llm: "LLM", prompt: str, params: SamplingParams, *, is_raw: bool, is_shown: bool) -> Completion:

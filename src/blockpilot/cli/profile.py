@@ -12,7 +12,6 @@ from blockpilot.core.config import MAX_TREE_NODES, default_dtype, device_type
 from blockpilot.core.errors import InputError
 
 if TYPE_CHECKING:
-    from blockpilot.engine.step_timing import ProfilePlan
     from blockpilot.pilots.cost_model import CostPoint, StepCosts
 
 BATCH_SIZES = {"cpu": "1", "cuda": "1,4,16,64"}  # what engines of up to 64 slots ask for
@@ -70,19 +69,15 @@ def _measure(
     make_plan = ProfilePlan.quick if arguments.quick else ProfilePlan.full
     plan = make_plan(batch_sizes, contexts, is_gpu=llm.device_type == "cuda")
     costs = None if arguments.force else load_profile(profile_key(llm))
-    if costs is not None and _covers(costs, plan):
+    # a remembered profile will do if no place is missing, but not a quick one for a full one
+    places = {(point.batch_size, point.context_length) for point in costs.verify} if costs else set()
+    is_covered = places.issuperset((size, context) for size in plan.batch_sizes for context in plan.contexts)
+    if costs is not None and is_covered and (plan.is_quick or not costs.key.get("is_quick")):
         print_note(f"measured {costs.key.get('created')}; --force measures again")
     else:
         with show_counted("measured") as report:
             costs = remember(measure(llm, plan, report))
     return costs, profile_path(dict(costs.key))
-
-
-def _covers(costs: "StepCosts", plan: "ProfilePlan") -> bool:
-    """Whether a remembered profile answers the question: not a quick one for a full one, and no place missing."""
-    places = {(point.batch_size, point.context_length) for point in costs.verify}
-    wanted = {(size, context) for size in plan.batch_sizes for context in plan.contexts}
-    return wanted <= places and (plan.is_quick or not costs.key.get("is_quick"))
 
 
 def _print_table(costs: "StepCosts") -> None:

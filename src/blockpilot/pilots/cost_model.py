@@ -235,11 +235,6 @@ class StepTable:
     step_ms: Values  # [sizes, nodes + 1], for every draft size that a pilot may choose
     _growth: dict[int, tuple[Values, Values]] = field(default_factory=dict, init=False, repr=False)
 
-    @cached_property
-    def plain_ms(self) -> float:
-        """A step that checks the anchor alone."""
-        return float(self.rest_ms[0])
-
     def growth(self, draft_size: int) -> tuple[Values, Values]:
         """For any draft size: milliseconds [nodes + 1], and the smallest rise [nodes] from each number of nodes on."""
         found = self._growth.get(draft_size)

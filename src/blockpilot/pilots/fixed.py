@@ -80,8 +80,7 @@ class TreePilot(Pilot):
 
 def select_chains(requests: Sequence[Drafted]) -> list[Selection]:
     """As deep as was drafted, and as the answer may still reach."""
-    found = []
-    for _, inputs, choice, draft, anchor_id in requests:
-        depth = min(choice.draft_size, inputs.num_remaining) - 1
-        found.append(Selection(grow_chain(draft, anchor_id, depth)))
-    return found
+    return [
+        Selection(grow_chain(draft, anchor_id, min(choice.draft_size, inputs.num_remaining) - 1))
+        for _, inputs, choice, draft, anchor_id in requests
+    ]

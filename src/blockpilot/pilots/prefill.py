@@ -47,10 +47,6 @@ class PrefillConfig:
         if not self.sizes or min(self.sizes) < 1:
             raise InputError(f"prefill pilot: sizes {self.sizes} are no block sizes")
 
-    @property
-    def num_features(self) -> int:
-        return min(_TOP_K, self.input_size) + 1 if self.inputs == "top-k" else self.input_size
-
 
 def sizes_around(trained_size: int, reach: int = 2) -> tuple[int, ...]:
     """The paper's candidates: B-k .. B+k."""
@@ -74,7 +70,8 @@ class PrefillNetwork(nn.Module):
     def __init__(self, config: PrefillConfig) -> None:
         super().__init__()
         self.config = config
-        widths = [config.num_features] + [config.hidden_size] * config.num_layers
+        num_features = min(_TOP_K, config.input_size) + 1 if config.inputs == "top-k" else config.input_size
+        widths = [num_features] + [config.hidden_size] * config.num_layers
         self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
         self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(config.hidden_size, len(config.sizes))

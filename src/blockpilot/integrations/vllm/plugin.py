@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from blockpilot.core.config import chosen_pilot
 from blockpilot.core.errors import BlockPilotError
-from blockpilot.integrations.vllm.settings import is_supported, logger, read_pilot, supported_range
+from blockpilot.integrations.vllm.settings import SUPPORTED, is_supported, logger, read_pilot
 
 if TYPE_CHECKING:
     from blockpilot.integrations.vllm.steering import Steering
@@ -24,9 +24,11 @@ def register() -> None:
 
     if not is_supported(version):
         if chosen_pilot():
+            first, last = (".".join(map(str, numbers)) for numbers in SUPPORTED)
             logger.warning(
-                "BlockPilot stays off: it supports vLLM %s, and this is %s. vLLM drafts as configured.",
-                supported_range(),
+                "BlockPilot stays off: it supports vLLM >=%s,<%s, and this is %s. vLLM drafts as configured.",
+                first,
+                last,
                 version,
             )
         return

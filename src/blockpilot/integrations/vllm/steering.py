@@ -58,6 +58,7 @@ class Steering:
         self.load = load
         self.num_draft_tokens = num_draft_tokens
         self.trained_block_size = trained_block_size
+        self.configured = FixedPilot(num_draft_tokens + 1)  # where a pilot fails
         self.requests: dict[str, Request] = {}
         self._reported: set[str] = set()
 
@@ -121,7 +122,7 @@ class Steering:
             return Request(pilot, pilot.start(read_prefill(index) if pilot.reads_prefill else None))
         except Exception as error:
             self._report(error, "pilot" if row.override is None else "pilot that a request asked for")
-            return Request(self._configured())
+            return Request(self.configured)
 
     def _choose_one(self, request: Request, row: Row, inputs: PilotInputs) -> None:
         try:
@@ -134,7 +135,7 @@ class Steering:
                 request.choice = request.pilot.choose([Asked(request.memory, inputs)])[0]
         except Exception as error:
             self._report(error)
-            request.pilot, request.selection = self._configured(), None
+            request.pilot, request.selection = self.configured, None
             request.choice = request.pilot.choose([Asked(None, inputs)])[0]
         request.inputs = inputs
 
@@ -152,12 +153,9 @@ class Steering:
             count = len(request.selection.tree) - 1
         except Exception as error:
             self._report(error)
-            request.pilot, request.selection = self._configured(), None
+            request.pilot, request.selection = self.configured, None
             count = len(ids)
         return min(count, len(ids), inputs.num_remaining - 1)
-
-    def _configured(self) -> FixedPilot:
-        return FixedPilot(self.num_draft_tokens + 1)
 
     def _report(self, error: Exception, what: str = "pilot") -> None:
         """Once for the configured pilot and once for those of requests: a log must not grow with the traffic."""

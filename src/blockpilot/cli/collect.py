@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from blockpilot.replay.config import CollectConfig, CollectJob, PlacedPrompt
     from blockpilot.replay.trace_files import TraceSet
 
-_NO_DFLASH = ("ngram", "none")
 _SHARD_SIZES = {"cpu": 16, "cuda": 64}
 _NUM_SLOTS = {"cpu": 8, "cuda": 32}
 
@@ -127,7 +126,7 @@ def _choose_drafter(arguments: argparse.Namespace) -> str:
     from blockpilot.models.shipped import shipped_drafter
 
     spec, target = arguments.drafter, arguments.target
-    if spec in _NO_DFLASH:
+    if spec in ("ngram", "none"):
         raise InputError(f"replay needs a DFlash drafter, got {spec}: give --drafter a DFlash folder or hub id")
     if spec != "auto":
         return str(spec)

@@ -9,15 +9,13 @@ from typing import Any
 from blockpilot.cli.console import print_result, show_progress
 from blockpilot.cli.options import Options, add_option, add_target_options, read_count, read_fields, read_list
 
-_KINDS = ("dflash", "dflash2", "eagle3")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="DIR", help="folder written by `blockpilot synthesize`")
     add("--out", type=Path, required=True, metavar="DIR", help="checkpoints, log and the drafter; continues a run")
     add_target_options(parser, device_help="cpu or cuda; several GPUs: start with torchrun")
-    add_option(parser, "--kind", "dflash", choices=_KINDS)
+    add_option(parser, "--kind", "dflash", choices=("dflash", "dflash2", "eagle3"))
     add("--no-compile", action="store_true", help="run the step without torch.compile")
     add("--json", action="store_true", help="print one JSON object at the end")
     group = parser.add_argument_group("drafter")

@@ -161,8 +161,7 @@ def decode_all(llm: LLM, fit: Fit, config: BenchConfig, methods: Sequence[Method
     with show_counted("answers") as report:
         progress = Progress(report, len(rounds) * len(methods))
         for method in methods:  # what occurs late in an answer is prepared too
-            progress.prepare(f"warming up {method.name}")
-            asker.run_once(method, longest.prompts)
+            asker.warm_up([method], [longest], progress)
             asker.ask(longest, method)
         measurer = Measurer(asker.answer_rounds, progress)
         answers = measurer.measure(rounds, methods, out / "answers.jsonl")

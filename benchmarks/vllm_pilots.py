@@ -178,7 +178,7 @@ def run_comparison(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def run_overhead(arguments: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds per step of everything that the plugin adds, in an engine inside this process."""
-    from blockpilot.integrations.vllm import draft_scores
+    from blockpilot.integrations.vllm import proposer
 
     llm = make_engine(arguments, is_speculative=True)
     piloted = llm.llm_engine.model_executor.driver_worker.worker.model_runner.propose_draft_token_ids.__self__
@@ -197,7 +197,7 @@ def run_overhead(arguments: argparse.Namespace) -> dict[str, Any]:
 
     piloted.runner.propose_draft_token_ids = timed("all", piloted.propose)
     piloted._propose = timed("draft", piloted._propose)
-    draft_scores.log_probs_of = timed("scores", draft_scores.log_probs_of)
+    proposer.log_probs_of = timed("scores", proposer.log_probs_of)
     engine = llm.llm_engine
     engine.step = timed("step", engine.step)
     answer(llm, ["Warm up."], arguments.pilot, 16)

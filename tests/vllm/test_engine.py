@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from blockpilot import LLM, EngineConfig, SamplingParams
-from blockpilot.integrations.vllm.key_norm import normalize_keys
 from blockpilot.integrations.vllm.pilot_choice import PilotChoice
 from blockpilot.integrations.vllm.plugin import MARK, register
+from blockpilot.integrations.vllm.proposer import normalize_keys
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.files import save_pilot
 from blockpilot.pilots.fixed import FixedPilot

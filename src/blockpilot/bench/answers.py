@@ -7,8 +7,8 @@ answered by every method, and is measured anew as a whole, so that all its times
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from blockpilot.core.errors import InputError
@@ -50,9 +50,6 @@ class Answer:
         return sum(self.emitted) / len(self.emitted) if self.emitted else None
 
 
-_FIELDS = {field.name for field in fields(Answer)}
-
-
 class AnswersFile:
     """The answers of a run, in a file that only grows."""
 
@@ -69,10 +66,6 @@ class AnswersFile:
             write_text(self.path, text)
         self.answers = kept
 
-    @property
-    def rounds(self) -> set[RoundKey]:
-        return {answer.round_key for answer in self.answers}
-
     def append(self, answers: Sequence[Answer]) -> None:
         ensure_folder(self.path.parent)
         with self.path.open("a", encoding="utf-8") as file:
@@ -81,13 +74,6 @@ class AnswersFile:
                 file.flush()
                 os.fsync(file.fileno())
         self.answers += answers
-
-    def arrange(self, keys: Sequence[RoundKey], left_out: Collection[str]) -> None:
-        """Into the order of these rounds, in memory: workers may have finished them in another. Tasks that could not be
-        finished have no results; their lines stay in the file."""
-        places = {key: place for place, key in enumerate(keys)}
-        kept = [answer for answer in self.answers if answer.task not in left_out]
-        self.answers = sorted(kept, key=lambda answer: places[answer.round_key])
 
 
 def _line(answer: Answer) -> str:
@@ -102,15 +88,13 @@ def _read(path: Path) -> list[Answer]:
         return []
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    lines = content.split(b"\n")[:-1]  # what follows the last line end is empty, or was cut off
-    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
-
-
-def _parse(line: bytes, where: str) -> Answer:
-    values = parse_json(line, where, "; mend the line or choose another --out")
-    if not isinstance(values, dict) or values.keys() != _FIELDS:
-        raise InputError(f"{where}: not an answer of this version; choose another --out")
-    return Answer(**values)
+    answers = []
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):  # what follows the last line end was cut off
+        values = parse_json(line, f"{path}, line {number}", "; mend the line or choose another --out")
+        if not isinstance(values, dict) or values.keys() != Answer.__dataclass_fields__.keys():
+            raise InputError(f"{path}, line {number}: not an answer of this version; choose another --out")
+        answers.append(Answer(**values))
+    return answers
 
 
 def select(answers: Iterable[Answer], *, task: str | None = None, method: str | None = None) -> list[Answer]:

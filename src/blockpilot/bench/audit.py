@@ -73,7 +73,8 @@ def find_differences(
         for ours in talk:
             expected = plain[ours.task, ours.prompt_id, ours.turn].token_ids
             if ours.token_ids != expected:
-                position = _first_other(ours.token_ids, expected)
+                pairs = enumerate(zip(ours.token_ids, expected, strict=False))
+                position = next((index for index, (token_id, other_id) in pairs if token_id != other_id), None)
                 parted.setdefault((ours.task, ours.prompt_id, ours.turn, position), []).append(ours)
                 break  # what follows is another text
     found: list[Difference] = []
@@ -93,11 +94,6 @@ def group_differences(differences: Sequence[Difference]) -> list[dict[str, Any]]
         line = lines.setdefault(tuple(facts.values()), facts | {"answers": {}})
         line["answers"].setdefault(one.method, []).append(one.repeat)
     return list(lines.values())
-
-
-def _first_other(ours: Sequence[int], expected: Sequence[int]) -> int | None:
-    """None where one text ends and the other goes on."""
-    return next((index for index, (a, b) in enumerate(zip(ours, expected, strict=False)) if a != b), None)
 
 
 @dataclass

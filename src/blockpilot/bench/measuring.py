@@ -20,7 +20,6 @@ from blockpilot.core.progress import Progress
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.engine.llm import LLM
-from blockpilot.text.prompts import Prompt
 
 _WARM_UP_TOKENS = 12
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -37,17 +36,21 @@ class Measurer:
         self.left_out: dict[str, str] = {}  # task -> why it has no results
 
     def measure(self, rounds: Sequence[Round], methods: Sequence[Method], path: Path) -> list[Answer]:
-        """The answers of all methods, in the order of the rounds."""
+        """The answers of all methods, in the order of the rounds: workers may have finished them in another.
+
+        Tasks that could not be finished have no results; their lines stay in the file.
+        """
         file = AnswersFile(path)
         file.drop_incomplete({work.key: work.num_answers * len(methods) for work in rounds})
-        done = file.rounds
+        done = {answer.round_key for answer in file.answers}
         todo = [work for work in rounds if work.key not in done and work.task not in self.left_out]
         num_answers = sum(work.num_answers for work in rounds) - sum(work.num_answers for work in todo)
         self.progress.skip(num_answers * len(methods))
         if todo:
             self._measure(todo, methods, file)
-        file.arrange([work.key for work in rounds], self.left_out)
-        return file.answers
+        places = {work.key: place for place, work in enumerate(rounds)}
+        kept = [answer for answer in file.answers if answer.task not in self.left_out]
+        return sorted(kept, key=lambda answer: places[answer.round_key])
 
     def _measure(self, rounds: Sequence[Round], methods: Sequence[Method], file: AnswersFile) -> None:
         num_done = Counter[RoundKey]()
@@ -102,15 +105,17 @@ class Asker:
             yield work, [], explain_shortage(error)
 
     def warm_up(self, methods: Sequence[Method], rounds: Sequence[Round], progress: Progress) -> None:
-        """Run every method once, uncounted. Out of memory is no error yet: the rounds tell which task does not fit.
+        """Run every method once, uncounted: kernels are compiled, shapes prepared and step costs measured at first use.
 
-        A GPU prepares other shapes for long contexts, so it is warmed up with the longest prompts too.
+        A GPU prepares other shapes for long contexts, so it is warmed up with the longest prompts too. Out of memory is
+        no error yet: the rounds tell which task does not fit.
         """
         longest = max(rounds, key=lambda work: max(len(turn) for prompt in work.prompts for turn in prompt.turns))
         is_gpu = self.plain.device_type == "cuda"
         chosen = [rounds[0], longest] if is_gpu and longest is not rounds[0] else [rounds[0]]
+        params = SamplingParams(max_new_tokens=_WARM_UP_TOKENS, temperature=self.config.temperature)
         for method in methods:
-            name = f"warming up {method.name}"
+            name, llm = f"warming up {method.name}", self.llms[method.drafter]
             progress.prepare(name)
 
             def report(num_requests: int, name: str = name) -> None:
@@ -118,18 +123,11 @@ class Asker:
 
             try:
                 for work in chosen:
-                    self.run_once(method, work.prompts, report)
+                    llm.prepare(len(work.prompts), report, pilot=method.pilot)
+                    prompts = [encode_turn(llm.tokenizer, prompt, []) for prompt in work.prompts]
+                    llm.generate(prompts, params, pilot=method.pilot)
             except (RuntimeError, MemoryError) as error:
                 explain_shortage(error)
-
-    def run_once(
-        self, method: Method, prompts: Sequence[Prompt], report: Callable[[int], None] = lambda num_requests: None
-    ) -> None:
-        """Kernels are compiled, shapes prepared and step costs measured at first use; see `LLM.prepare`."""
-        llm = self.llms[method.drafter]
-        llm.prepare(len(prompts), report, pilot=method.pilot)
-        params = SamplingParams(max_new_tokens=_WARM_UP_TOKENS, temperature=self.config.temperature)
-        llm.generate([encode_turn(llm.tokenizer, prompt, []) for prompt in prompts], params, pilot=method.pilot)
 
     def ask(self, work: Round, method: Method) -> list[Answer]:
         """Every turn of the round's prompts; those that have a next turn go on together."""

@@ -25,8 +25,11 @@ from blockpilot.replay.trace_files import shipped_traces
 
 DEFAULT_METHODS: tuple[str, ...] = ("ar", "ngram", "eagle3", "eagle3-tree", "dflash:4", "dflash:8", "dflash:16")
 DEFAULT_METHODS += ("dflash:32", "best-fixed", "tree:15", "blockpilot", "chain-step", "step", "auto")
-_CHAIN_SIZES = {"ngram": {"cpu": "4", "cuda": "8"}, "eagle3": {"cpu": "6", "cuda": "8"}}  # checks are cheap on a GPU
-_TREES = {"cpu": "6@4", "cuda": "31"}  # of EAGLE-3; on a CPU both were the best of several on calibration prompts
+_USUAL_SIZES = {  # checks are cheap on a GPU; EAGLE-3's on a CPU were the best of several on calibration prompts
+    "ngram": {"cpu": "4", "cuda": "8"},
+    "eagle3": {"cpu": "6", "cuda": "8"},
+    "eagle3-tree": {"cpu": "6@4", "cuda": "31"},
+}
 _EAGLE3_LIMIT = 16  # block size; the head drafts no further
 ADAPTIVE = ("chain-step", "step", "auto")
 PAPER = "blockpilot"
@@ -63,27 +66,20 @@ def _parse(name: str, device: str, target: str, pilot_folder: Path | None) -> Me
         return Method(name, "dflash", f"prefill:{find_paper_pilot(target, pilot_folder)}")
     if name in ADAPTIVE:
         return Method(name, "dflash", name)
-    if kind in ("ngram", "eagle3"):
-        return _checked(Method(name, kind, f"fixed:{size if colon else _CHAIN_SIZES[kind][device]}"))
-    if kind == "eagle3-tree":
-        return _checked(Method(name, "eagle3", f"tree:{size if colon else _TREES[device]}"))
-    if kind == "dflash" and colon:
-        return _checked(Method(name, "dflash", f"fixed:{size}"))
-    if kind == "tree" and colon:
-        return _checked(Method(name, "dflash", name))
-    raise InputError(f"unknown method {name!r}; known: {KNOWN_METHODS}")
-
-
-def _checked(method: Method) -> Method:
+    if kind not in _USUAL_SIZES and not (colon and kind in ("dflash", "tree")):
+        raise InputError(f"unknown method {name!r}; known: {KNOWN_METHODS}")
+    drafter = kind.removesuffix("-tree") if kind in _USUAL_SIZES else "dflash"
+    shape = "tree" if kind.endswith("tree") else "fixed"
+    method = Method(name, drafter, f"{shape}:{size if colon else _USUAL_SIZES[kind][device]}")
     try:
         pilot = load_pilot(method.pilot)
     except InputError as error:
-        raise InputError(f"method {method.name!r}: {str(error).partition(': ')[2]}") from error
+        raise InputError(f"method {name!r}: {str(error).partition(': ')[2]}") from error
     if not pilot.num_candidates:
-        raise InputError(f"method {method.name!r}: a block of size 1 drafts nothing; that is the method ar")
+        raise InputError(f"method {name!r}: a block of size 1 drafts nothing; that is the method ar")
     block_size = getattr(pilot, "block_size", None) or getattr(pilot, "draft_size", None) or 0
-    if method.drafter == "eagle3" and block_size > _EAGLE3_LIMIT:
-        raise InputError(f"method {method.name!r}: EAGLE-3 drafts blocks of up to {_EAGLE3_LIMIT}")
+    if drafter == "eagle3" and block_size > _EAGLE3_LIMIT:
+        raise InputError(f"method {name!r}: EAGLE-3 drafts blocks of up to {_EAGLE3_LIMIT}")
     return method
 
 

@@ -66,7 +66,7 @@ class Fit:
 
 
 def fit_prompts(tasks: Sequence[TaskPrompts], tokenizer: Tokenizer, config: BenchConfig, limit: int) -> Fit:
-    """The first prompts of every task that leave room for their answers in a context of `limit` tokens."""
+    """The first prompts of every task that leave room for the longest answers in a context of `limit` tokens."""
     chosen, left_out, longest = [], {}, 0
 
     def take(prompts: Sequence[Prompt], count: int) -> tuple[tuple[Prompt, ...], int]:
@@ -76,7 +76,9 @@ def fit_prompts(tasks: Sequence[TaskPrompts], tokenizer: Tokenizer, config: Benc
         for place, prompt in enumerate(prompts):
             if len(found) == count:
                 return tuple(found), place - count
-            if (num_tokens := _count_tokens(prompt, tokenizer, config.max_new_tokens)) <= limit:
+            empty = [""] * len(prompt.later_turns)
+            num_tokens = len(encode_turn(tokenizer, prompt, empty)) + len(prompt.turns) * config.max_new_tokens
+            if num_tokens <= limit:
                 found.append(prompt)
                 longest = max(longest, num_tokens)
         return tuple(found), len(prompts) - len(found)
@@ -89,12 +91,6 @@ def fit_prompts(tasks: Sequence[TaskPrompts], tokenizer: Tokenizer, config: Benc
             left_out[task.name] = num_long
         chosen.append(replace(task, prompts=prompts, calibration=take(task.calibration, config.num_calibration)[0]))
     return Fit(tuple(chosen), left_out, min(limit, max(_MIN_CONTEXT, longest)), longest)
-
-
-def _count_tokens(prompt: Prompt, tokenizer: Tokenizer, max_new_tokens: int) -> int:
-    """Of the whole conversation, every answer as long as it may be."""
-    empty = [""] * len(prompt.later_turns)
-    return len(encode_turn(tokenizer, prompt, empty)) + len(prompt.turns) * max_new_tokens
 
 
 def plan_rounds(tasks: Mapping[str, tuple[Prompt, ...]], size: int, repeats: int = 1) -> list[Round]:

@@ -7,23 +7,11 @@ those of the first repeat, times are pooled over all of them.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from blockpilot.bench import statistics
 from blockpilot.bench.answers import Answer, select
 from blockpilot.bench.audit import Difference
 from blockpilot.bench.config import BEST_FIXED
-from blockpilot.bench.statistics import (
-    Measured,
-    add_up,
-    count_lengths,
-    count_positions,
-    divide,
-    end_to_end_speedup,
-    histogram,
-    longest_answers,
-    mean,
-    speedup,
-    speedup_interval,
-    split_steps,
-)
+from blockpilot.bench.statistics import Measured, add_up, divide, mean, speedup, speedup_interval
 
 Row = dict[str, Any]
 Scores = Mapping[tuple[str, str], Sequence[bool]]  # task, method -> right or wrong
@@ -88,7 +76,13 @@ def build_rows(
             odd = [one for one in differences if (one.task, one.method) == (task, method)]
             row = {"task": task, "method": method, "model": manifest["target"]}
             row["temperature"] = settings["temperature"]
-            row |= _count(found) | _compare_with_plain(speeds, task, method)
+            ours, plain = speeds.measured[task, method], speeds.measured[task, "ar"]
+            row |= _count(found) | {
+                "tokens_per_second": ours.tokens_per_second,
+                "speedup": speedup(ours, plain),
+                "speedup_ci": speedup_interval([(ours, plain)]),
+                "end_to_end_speedup": divide(ours.end_to_end_rate, plain.end_to_end_rate),
+            }
             num_near_ties = sum(one.is_near_tie for one in odd)
             row |= {"mismatches": len(odd) - num_near_ties, "near_ties": num_near_ties}
             row |= {"manifest": manifest["id"], "largest_gap": _largest(one.best_gap for one in odd)}
@@ -107,29 +101,19 @@ def _count(found: Sequence[Answer]) -> Row:
         "num_prompts": len({answer.prompt_id for answer in first}),
         "num_tokens": sum(len(answer.token_ids) for answer in first),
         "num_steps": sum(len(answer.emitted) for answer in first),
-        **count_lengths(first),
-    }
-
-
-def _compare_with_plain(speeds: _Speeds, task: str, method: str) -> Row:
-    ours, plain = speeds.measured[task, method], speeds.measured[task, "ar"]
-    return {
-        "tokens_per_second": ours.tokens_per_second,
-        "speedup": speedup(ours, plain),
-        "speedup_ci": speedup_interval([(ours, plain)]),
-        "end_to_end_speedup": end_to_end_speedup(ours, plain),
+        **statistics.count_lengths(first),
     }
 
 
 def _describe(found: Sequence[Answer]) -> Row:
     first = [answer for answer in found if answer.repeat == 0]
     return {
-        "emitted_histogram": histogram(count for answer in first for count in answer.emitted),
-        "block_size_histogram": histogram(size for answer in first for size in answer.block_sizes),
-        "verify_size_histogram": histogram(size for answer in first for size in answer.verify_sizes),
-        "positions": count_positions(first),
-        "milliseconds_per_step": split_steps(found),
-        "time_to_first_token": mean(answer.prefill_seconds for answer in longest_answers(found)),
+        "emitted_histogram": statistics.histogram(count for answer in first for count in answer.emitted),
+        "block_size_histogram": statistics.histogram(size for answer in first for size in answer.block_sizes),
+        "verify_size_histogram": statistics.histogram(size for answer in first for size in answer.verify_sizes),
+        "positions": statistics.count_positions(first),
+        "milliseconds_per_step": statistics.split_steps(found),
+        "time_to_first_token": mean(answer.prefill_seconds for answer in statistics.longest_answers(found)),
         "peak_memory_bytes": max((answer.peak_memory_bytes for answer in found), default=None),
     }
 

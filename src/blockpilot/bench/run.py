@@ -46,8 +46,7 @@ class BenchRun:
         self.setup, self.site, self.out, self.config = setup, site, out, setup.config
         self.fit, tasks, many = site.fit, site.fit.tasks, setup.config.concurrency
         self.manifest = manifests.open_run(out, site.description)
-        self.has_choice = BEST_FIXED in setup.config.methods
-        self.choosing = plan_rounds({task.name: task.calibration for task in tasks}, many) if self.has_choice else []
+        self.choosing = plan_rounds({task.name: task.calibration for task in tasks}, many)  # none without best-fixed
         self.rounds = plan_rounds({task.name: task.prompts for task in tasks}, many, setup.config.repeats)
         total = sum(work.num_answers for work in self.choosing) * len(BEST_FIXED_SIZES)
         total += sum(work.num_answers for work in self.rounds) * len(setup.methods)
@@ -63,7 +62,7 @@ class BenchRun:
 
     def choose_methods(self) -> tuple[Method, ...]:
         """The methods, with best-fixed at the size that was fastest on calibration prompts of all tasks together."""
-        if not self.has_choice:
+        if BEST_FIXED not in self.config.methods:
             return self.setup.methods
         if not self.choosing:
             raise InputError("best-fixed is chosen on calibration prompts, and these files hold none that fits")
@@ -98,11 +97,7 @@ class BenchRun:
         scores = score(answers, places, is_code_scored=self.setup.is_code_scored)
         names = [task.name for task in tasks]
         rows = build_rows(answers, differences, scores, tasks=names, manifest=self.manifest)
-        self.manifest |= {
-            "is_complete": True,
-            "left_out_tasks": left_out,
-            "prompts_too_long": self.fit.num_left_out,
-        }
+        self.manifest |= {"is_complete": True, "left_out_tasks": left_out, "prompts_too_long": self.fit.num_left_out}
         _write_lines(self.out / "rows.jsonl", rows)
         _write_lines(self.out / "differences.jsonl", group_differences(differences))
         _write_lines(self.out / "samples.jsonl", self.site.pick_samples(answers, tasks))

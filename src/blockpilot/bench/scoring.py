@@ -30,29 +30,26 @@ def score(
 
     Equal texts are judged once.
     """
-    known: dict[tuple[str, str, str], bool] = {}
+    known: dict[tuple[str, str, str], bool | None] = {}
     found: dict[tuple[str, str], list[bool]] = {}
     for answer in answers:
-        prompt = places[answer.task, answer.prompt_id].prompt
-        if answer.repeat or answer.turn or not _can_be_scored(answer.task, prompt, is_code_scored=is_code_scored):
+        if answer.repeat or answer.turn:
             continue
         key = (answer.task, answer.prompt_id, answer.text)
         if key not in known:
-            known[key] = _judge(answer.task, answer.text, prompt)
-        found.setdefault((answer.task, answer.method), []).append(known[key])
+            prompt = places[answer.task, answer.prompt_id].prompt
+            known[key] = _judge(answer.task, answer.text, prompt, is_code_scored=is_code_scored)
+        if (verdict := known[key]) is not None:
+            found.setdefault((answer.task, answer.method), []).append(verdict)
     return found
 
 
-def _can_be_scored(task: str, prompt: Prompt, *, is_code_scored: bool) -> bool:
-    """A file of the user's own may bear a known name without what scoring needs."""
+def _judge(task: str, text: str, prompt: Prompt, *, is_code_scored: bool) -> bool | None:
+    """None: it cannot be scored. A file of the user's own may bear a known name without what scoring needs."""
     if task in _MATHEMATICS:
-        return prompt.answer is not None
-    return is_code_scored and task in _PROGRAMS and all(name in prompt.meta for name in _PROGRAMS[task])
-
-
-def _judge(task: str, text: str, prompt: Prompt) -> bool:
-    if task in _MATHEMATICS:
-        return is_right(text, str(prompt.answer))
+        return None if prompt.answer is None else is_right(text, prompt.answer)
+    if not is_code_scored or task not in _PROGRAMS or not all(name in prompt.meta for name in _PROGRAMS[task]):
+        return None
     return passes((humaneval_program if task == "humaneval" else mbpp_program)(text, prompt.meta))
 
 
@@ -77,22 +74,13 @@ def mbpp_program(text: str, meta: Mapping[str, Any]) -> str:
 
 
 def is_right(answer: str, expected: str) -> bool:
-    found = _find_result(answer)
-    return found is not None and _is_same(found, expected)
-
-
-def _find_result(answer: str) -> str | None:
-    """What the answer gives as its result."""
-    if (boxed := _last_boxed(answer)) is not None:
-        return boxed
-    numbers = _NUMBER.findall(answer)
-    return numbers[-1] if numbers else None
-
-
-def _is_same(first: str, second: str) -> bool:
     """Equal as numbers, or letter by letter once notation that means nothing is gone."""
-    one, two = _normalize(first), _normalize(second)
-    return one == two or (_as_number(one) is not None and _as_number(one) == _as_number(two))
+    boxed = _last_boxed(answer)
+    results = _NUMBER.findall(answer) if boxed is None else [boxed]
+    if not results:
+        return False
+    found, wanted = _normalize(results[-1]), _normalize(expected)
+    return found == wanted or (_as_number(found) is not None and _as_number(found) == _as_number(wanted))
 
 
 def _normalize(text: str) -> str:

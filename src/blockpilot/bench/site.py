@@ -31,7 +31,6 @@ from blockpilot.models.dflash import DFlash
 from blockpilot.models.eagle3 import Eagle3
 from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.text.detokenizer import IncrementalDetokenizer
-from blockpilot.text.tokenizer import Tokenizer
 
 _MAX_PROMPT_CHARACTERS = 2000  # of a sample
 _DrafterSpec = str | Drafter | DFlash | Eagle3
@@ -120,6 +119,9 @@ class LocalSite(Asker):
             plain = next((answer for answer in found if answer.method == "ar"), None)
             if plain is None:
                 continue
+            detokenizer = IncrementalDetokenizer(self.tokenizer)  # a character that spans tokens comes with the last
+            pieces = [detokenizer.push(token_id) for token_id in plain.token_ids]
+            pieces[-1] += detokenizer.flush()
             steps = {
                 answer.method: {name: getattr(answer, name) for name in ("block_sizes", "verify_sizes", "emitted")}
                 for answer in found
@@ -130,7 +132,7 @@ class LocalSite(Asker):
                     "task": task.name,
                     "prompt_id": prompt.id,
                     "prompt": prompt.text[:_MAX_PROMPT_CHARACTERS],
-                    "pieces": _split_text(plain.token_ids, self.tokenizer),
+                    "pieces": pieces,
                     "steps": steps,
                 }
             )
@@ -139,12 +141,3 @@ class LocalSite(Asker):
     def step_costs(self) -> dict[str, Any]:
         """What the pilots of the DFlash drafter weigh."""
         return self.llms["dflash"].costs.to_dict()
-
-
-def _split_text(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    """What every token adds to the text; a character spread over several tokens comes with the last of them."""
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    pieces = [detokenizer.push(token_id) for token_id in token_ids]
-    if pieces:
-        pieces[-1] += detokenizer.flush()
-    return pieces

@@ -67,10 +67,6 @@ def speedup(ours: Measured, other: Measured) -> float | None:
     return divide(ours.tokens_per_second, other.tokens_per_second)
 
 
-def end_to_end_speedup(ours: Measured, other: Measured) -> float | None:
-    return divide(ours.end_to_end_rate, other.end_to_end_rate)
-
-
 def speedup_interval(pairs: Sequence[tuple[Measured, Measured]]) -> list[float] | None:
     """95 % of the paired bootstrap of the speedup, averaged over tasks: one (ours, other) pair per task.
 

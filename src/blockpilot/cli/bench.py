@@ -5,7 +5,6 @@ What can be wrong with the command line and the prompt files is found before PyT
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +21,9 @@ from blockpilot.report.tables import Cell, results_table
 from blockpilot.text.prompts import SPLITS
 
 if TYPE_CHECKING:
-    from blockpilot.bench.methods import Method
     from blockpilot.bench.run import BenchResult
     from blockpilot.bench.site import BenchSetup
 
-_Row = Mapping[str, Any]
 _DEFAULTS = BenchConfig(tasks=("-",), methods=("ar",))
 
 
@@ -39,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print what would be measured and how long it may take")
     parser.add_argument("--json", action="store_true", help="print one JSON object: rows and manifest")
     _add_work_options(parser.add_argument_group("what to measure"))
-    _add_model_options(parser.add_argument_group("model"))
+    group = parser.add_argument_group("model")
+    options.add_target_options(group, "DFlash drafter: folder, hub id or shipped name")
+    options.add_option(group, "--eagle3", "auto", "EAGLE-3 drafter, likewise", metavar="MODEL")
+    group.add_argument("--pilot-file", type=Path, metavar="DIR", help="the trained pilot of the method blockpilot")
+    group.add_argument("--profile", type=Path, metavar="FILE", help="step costs, written by `blockpilot profile`")
     options.add_ray_options(parser.add_argument_group("several devices"))
 
 
@@ -67,13 +68,6 @@ def _add_work_options(group: options.Options) -> None:
     add("--score-code", action="store_true", help=score_help)
 
 
-def _add_model_options(group: options.Options) -> None:
-    options.add_target_options(group, "DFlash drafter: folder, hub id or shipped name")
-    options.add_option(group, "--eagle3", "auto", "EAGLE-3 drafter, likewise", metavar="MODEL")
-    group.add_argument("--pilot-file", type=Path, metavar="DIR", help="the trained pilot of the method blockpilot")
-    group.add_argument("--profile", type=Path, metavar="FILE", help="step costs, written by `blockpilot profile`")
-
-
 def run(arguments: argparse.Namespace) -> int:
     from blockpilot.bench.methods import choose_drafters, parse_methods
 
@@ -82,7 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     names = _usual_methods(arguments) if arguments.methods is None else _read_names(arguments.methods, "--methods")
     methods = parse_methods(names, device=arguments.device, target=arguments.target, pilot_folder=arguments.pilot_file)
     tasks = _read_tasks(arguments)
-    config = _build_config(arguments, methods, tasks)
+    given = {name: value for name, value in options.read_fields(BenchConfig, arguments).items() if value is not None}
+    given |= {"tasks": tuple(task.name for task in tasks), "methods": tuple(method.name for method in methods)}
+    config = dataclasses.replace(QUICK if arguments.quick else _DEFAULTS, **given)
     drafters = choose_drafters(methods, arguments.target, {"dflash": arguments.drafter, "eagle3": arguments.eagle3})
     if device_type(arguments.device) == "cuda" and arguments.ray is None:  # with Ray the workers have the GPUs
         from blockpilot.core.device import resolve_device
@@ -170,21 +166,11 @@ def _read_tasks(arguments: argparse.Namespace) -> tuple[TaskPrompts, ...]:
     return tuple(tasks)
 
 
-def _build_config(
-    arguments: argparse.Namespace, methods: "tuple[Method, ...]", tasks: tuple[TaskPrompts, ...]
-) -> BenchConfig:
-    given = {name: value for name, value in options.read_fields(BenchConfig, arguments).items() if value is not None}
-    names = {"tasks": tuple(task.name for task in tasks), "methods": tuple(method.name for method in methods)}
-    return dataclasses.replace(QUICK if arguments.quick else _DEFAULTS, **given | names)
-
-
 def _read_names(text: str, flag: str) -> list[str]:
-    def read(part: str) -> str:
-        if not part.strip():
-            raise ValueError(part)
-        return part.strip()
-
-    return list(dict.fromkeys(options.read_list(text, flag, read, "give names separated by commas")))
+    names = [part.strip() for part in text.split(",")]
+    if not all(names):
+        raise InputError(f"{flag} {text!r}: give names separated by commas")
+    return list(dict.fromkeys(names))
 
 
 def _print_plan(arguments: argparse.Namespace, config: BenchConfig, tasks: tuple[TaskPrompts, ...]) -> int:
@@ -213,9 +199,9 @@ def _print_result(result: "BenchResult", out: Path, *, is_json: bool) -> None:
     print_note(f"results are in {out}; `blockpilot report {out}` draws them")
 
 
-def _print_rows(rows: Sequence[_Row]) -> None:
+def _print_rows(rows: list[dict[str, Any]]) -> None:
     """Methods down, tasks across, speedup and tau in each cell; the best of each column is bold."""
-    run = Run("", {}, [dict(row) for row in rows], [], [])
+    run = Run("", {}, rows, [], [])
     table = make_table()
     table.add_column("method", no_wrap=True)
     for task in run.columns:
@@ -223,20 +209,13 @@ def _print_rows(rows: Sequence[_Row]) -> None:
     for label, *cells in results_table(run).rows:
         pairs = zip(cells[::2], cells[1::2], strict=True)
         table.add_row(label.text, *(f"{_show(speedup, 7)} {_show(tau, 4)}" for speedup, tau in pairs))
-    print_table(table, _summary(rows))
+    single = [row for row in rows if row["task"] != "mean"]
+    mismatches, near_ties = (sum(row[name] for row in single) for name in ("mismatches", "near_ties"))
+    num_prompts = sum(row["num_prompts"] for row in run.of_method("ar"))
+    footer = f"speedup: decode tokens/s over plain decoding; tau: tokens per step; {num_prompts} prompts; "
+    print_table(table, f"{footer}{mismatches} mismatches, {near_ties} near-ties")
 
 
 def _show(cell: Cell, width: int) -> str:
     text = cell.text.removesuffix("x").rjust(width)
     return f"[bold]{text}[/bold]" if cell.is_best else text
-
-
-def _summary(rows: Sequence[_Row]) -> str:
-    tasks = [row for row in rows if row["task"] != "mean"]
-    mismatches, near_ties = (sum(row[name] for row in tasks) for name in ("mismatches", "near_ties"))
-    plain = [row for row in tasks if row["method"] == "ar"]
-    num_prompts = sum(row["num_prompts"] for row in plain)
-    return (
-        f"speedup: decode tokens/s over plain decoding; tau: tokens per step; {num_prompts} prompts; "
-        f"{mismatches} mismatches, {near_ties} near-ties"
-    )

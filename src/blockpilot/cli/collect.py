@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from blockpilot.replay.config import CollectConfig, CollectJob, PlacedPrompt
     from blockpilot.replay.trace_files import TraceSet
 
-_NO_DFLASH = ("ngram", "none")
 _SHARD_SIZES = {"cpu": 16, "cuda": 64}
 _NUM_SLOTS = {"cpu": 8, "cuda": 32}
 
@@ -32,16 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-prompts", type=int, default=0, metavar="N", help=count_help)
     options.add_option(parser, "--split", "all", "which prompts of each file, by the rule on their id", choices=SPLITS)
     add("--json", action="store_true", help="print one JSON object at the end")
-    _add_model_options(parser.add_argument_group("model"))
-    _add_record_options(parser.add_argument_group("record"))
-    options.add_ray_options(parser.add_argument_group("several devices"))
-
-
-def _add_model_options(group: options.Options) -> None:
+    group = parser.add_argument_group("model")
     options.add_target_options(group, "a DFlash drafter: folder, hub id or shipped name")
     options.add_option(group, "--temperature", 0.0, "0 is greedy", metavar="T")
     options.add_option(group, "--seed", 0, "each prompt's seed is this plus its place in its file")
     options.add_option(group, "--max-new-tokens", 256)
+    _add_record_options(parser.add_argument_group("record"))
+    options.add_ray_options(parser.add_argument_group("several devices"))
 
 
 def _add_record_options(group: options.Options) -> None:
@@ -130,7 +126,7 @@ def _choose_drafter(arguments: argparse.Namespace) -> str:
     from blockpilot.models.shipped import shipped_drafter
 
     spec, target = arguments.drafter, arguments.target
-    if spec in _NO_DFLASH:
+    if spec in ("ngram", "none"):
         raise InputError(f"replay needs a DFlash drafter, got {spec}: give --drafter a DFlash folder or hub id")
     if spec != "auto":
         return str(spec)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from blockpilot.cli.console import print_columns, print_json, print_note, show_progress, watch_interrupts
-from blockpilot.cli.options import Options, add_option, add_target_options, read_engine_config, read_fields
+from blockpilot.cli.options import add_option, add_target_options, read_engine_config, read_fields
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
@@ -29,11 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
     parser.add_argument("--raw", action="store_true", help="give the prompt to the model without its chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the streamed answer")
-    _add_model_options(parser.add_argument_group("model"))
-    _add_sampling_options(parser.add_argument_group("answer"))
-
-
-def _add_model_options(group: Options) -> None:
+    group = parser.add_argument_group("model")
     drafter_help = "ngram, none, a shipped drafter's name, or a folder or hub id with a DFlash or EAGLE-3 drafter"
     add_target_options(group, drafter_help)
     pilot_help = "ar, fixed:B (chain, block size B), tree:N or tree:N@B (N nodes, drafted at B), step, chain-step, "
@@ -43,10 +39,7 @@ def _add_model_options(group: Options) -> None:
     group.add_argument("--profile", type=Path, metavar="FILE", help=profile_help)
     context_help = "most tokens of prompt and answer together (default: the model's limit)"
     group.add_argument("--context-length", type=int, metavar="N", help=context_help)
-
-
-def _add_sampling_options(group: Options) -> None:
-    default = SamplingParams()
+    group, default = parser.add_argument_group("answer"), SamplingParams()
     add_option(group, "--max-new-tokens", default.max_new_tokens, "most tokens of the answer")
     add_option(group, "--temperature", default.temperature, "0 is greedy", metavar="T")
     top_p_help = "sample from the likeliest tokens that hold this share of probability"
@@ -59,12 +52,15 @@ def _add_sampling_options(group: Options) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from blockpilot.models.shipped import shipped_drafter
+    from blockpilot.pilots.registry import load_pilot
 
     stop = tuple(_check_text(text, "a stop string") for text in arguments.stop)
     params = SamplingParams(**read_fields(SamplingParams, arguments) | {"stop": stop})
     config = read_engine_config(arguments, context_length=arguments.context_length, num_slots=1)
     drafter = (shipped_drafter(arguments.target) or "none") if arguments.drafter == "auto" else arguments.drafter
-    _check_pilot(arguments.pilot, has_drafter=drafter != "none")
+    pilot = load_pilot(arguments.pilot, has_drafter=drafter != "none")
+    if pilot.num_candidates and drafter == "none":
+        raise InputError(f"pilot {arguments.pilot!r} needs a drafter: add --drafter ngram, or use --pilot ar")
     prompt = _read_prompt(arguments.prompt)
     with show_progress(f"loading {arguments.target}") as progress:
         from blockpilot.engine.llm import LLM
@@ -89,44 +85,28 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read_prompt(argument: str) -> str:
     """The prompt's text. Of standard input, one line ending at the end is dropped: `echo` adds it, nobody means it."""
-    if argument == "-":
-        prompt = _read_standard_input().removesuffix("\n").removesuffix("\r")
-    else:
+    if argument != "-":
         prompt = _check_text(argument, "the prompt")
+    elif sys.stdin is None:
+        raise InputError("the prompt is '-', but standard input is closed: pipe the prompt in or write it out")
+    else:
+        if sys.stdin.isatty():
+            print("type the prompt, then press Ctrl-D on an empty line", file=sys.stderr)
+        given = sys.stdin.buffer.read().decode("utf-8", errors="surrogateescape")
+        prompt = _check_text(given, "standard input").removesuffix("\n").removesuffix("\r")
     if not prompt.strip():
         raise InputError("the prompt is empty: write something to answer")
     return prompt
 
 
 def _check_text(text: str, what: str) -> str:
-    """Python lets bytes that are no text pass through the command line as lone surrogates; refuse them by name."""
+    """Refuse bytes that are no text: Python lets them pass through the command line as lone surrogates."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         offset = len(text[: error.start].encode("utf-8"))
         raise InputError(f"{what} is not valid UTF-8 at byte {offset}: convert it to UTF-8 first") from error
     return text
-
-
-def _read_standard_input() -> str:
-    if sys.stdin is None:
-        raise InputError("the prompt is '-', but standard input is closed: pipe the prompt in or write it out")
-    if sys.stdin.isatty():
-        print("type the prompt, then press Ctrl-D on an empty line", file=sys.stderr)
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"standard input is not valid UTF-8 at byte {error.start}: convert it to UTF-8 first"
-        ) from error
-
-
-def _check_pilot(spec: str, *, has_drafter: bool) -> None:
-    from blockpilot.pilots.registry import load_pilot
-
-    pilot = load_pilot(spec, has_drafter=has_drafter)
-    if pilot.num_candidates and not has_drafter:
-        raise InputError(f"pilot {spec!r} needs a drafter: add --drafter ngram, or use --pilot ar")
 
 
 def _stream(llm: "LLM", prompt: str, params: SamplingParams, *, is_raw: bool, is_shown: bool) -> Completion:

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from blockpilot.cli.console import print_columns, print_json, print_note, show_counted, show_progress
 from blockpilot.cli.options import add_option, add_target_options, read_count, read_engine_config, read_list
-from blockpilot.core.config import MAX_TREE_NODES, EngineConfig, default_dtype, device_type
+from blockpilot.core.config import MAX_TREE_NODES, default_dtype, device_type
 from blockpilot.core.errors import InputError
 
 if TYPE_CHECKING:
-    from blockpilot.engine.llm import LLM
-    from blockpilot.engine.step_timing import ProfilePlan
     from blockpilot.pilots.cost_model import CostPoint, StepCosts
 
 BATCH_SIZES = {"cpu": "1", "cuda": "1,4,16,64"}  # what engines of up to 64 slots ask for
@@ -54,42 +52,32 @@ def _measure(
     arguments: argparse.Namespace, batch_sizes: tuple[int, ...], contexts: tuple[int, ...]
 ) -> tuple["StepCosts", Path]:
     """Costs of our own engine, remembered or measured now, and the file they are in."""
-    llm = _load(arguments, read_engine_config(arguments, num_slots=max(batch_sizes)), max(contexts))
-
-    from blockpilot.engine.profile import load_profile, measure, profile_key, profile_path, remember
-    from blockpilot.engine.step_timing import ProfilePlan
-
-    make_plan = ProfilePlan.quick if arguments.quick else ProfilePlan.full
-    plan = make_plan(batch_sizes, contexts, is_gpu=llm.device_type == "cuda")
-    costs = None if arguments.force else load_profile(profile_key(llm))
-    if costs is not None and _covers(costs, plan):
-        print_note(f"measured {costs.key.get('created')}; --force measures again")
-    else:
-        with show_counted("measured") as report:
-            costs = remember(measure(llm, plan, report))
-    return costs, profile_path(dict(costs.key))
-
-
-def _load(arguments: argparse.Namespace, config: EngineConfig, context: int) -> "LLM":
+    config = read_engine_config(arguments, num_slots=max(batch_sizes))
     with show_progress(f"loading {arguments.target}") as progress:
         import torch
 
         from blockpilot.core.device import resolve_device
         from blockpilot.engine.llm import LLM
+        from blockpilot.engine.profile import load_profile, measure, profile_key, profile_path, remember
+        from blockpilot.engine.step_timing import ProfilePlan
         from blockpilot.models.loading import load_target
 
         resolve_device(config.device)
         target = load_target(arguments.target, getattr(torch, config.dtype), progress)
-        length = min(context + _ROOM, target.decoder.config.context_length)
-        config = replace(config, context_length=length)
-        return LLM(target, drafter=arguments.drafter, pilot="ar", config=config)
-
-
-def _covers(costs: "StepCosts", plan: "ProfilePlan") -> bool:
-    """Whether a remembered profile answers the question: not a quick one for a full one, and no place missing."""
-    places = {(point.batch_size, point.context_length) for point in costs.verify}
-    wanted = {(size, context) for size in plan.batch_sizes for context in plan.contexts}
-    return wanted <= places and (plan.is_quick or not costs.key.get("is_quick"))
+        length = min(max(contexts) + _ROOM, target.decoder.config.context_length)
+        llm = LLM(target, drafter=arguments.drafter, pilot="ar", config=replace(config, context_length=length))
+    make_plan = ProfilePlan.quick if arguments.quick else ProfilePlan.full
+    plan = make_plan(batch_sizes, contexts, is_gpu=llm.device_type == "cuda")
+    costs = None if arguments.force else load_profile(profile_key(llm))
+    # a remembered profile will do if no place is missing, but not a quick one for a full one
+    places = {(point.batch_size, point.context_length) for point in costs.verify} if costs else set()
+    is_covered = places.issuperset((size, context) for size in plan.batch_sizes for context in plan.contexts)
+    if costs is not None and is_covered and (plan.is_quick or not costs.key.get("is_quick")):
+        print_note(f"measured {costs.key.get('created')}; --force measures again")
+    else:
+        with show_counted("measured") as report:
+            costs = remember(measure(llm, plan, report))
+    return costs, profile_path(dict(costs.key))
 
 
 def _print_table(costs: "StepCosts") -> None:

@@ -2,14 +2,10 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from blockpilot.cli.console import ProgressLines, print_result, show_progress
 from blockpilot.cli.options import add_option, add_target_options, read_list
 from blockpilot.core.errors import InputError, require_at_least
-
-if TYPE_CHECKING:
-    from blockpilot.training.synthesis import SynthesisConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,28 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from blockpilot.core.manifests import read_manifest
     from blockpilot.training.setup import load_training_target
-    from blockpilot.training.synthesis import synthesize
-
-    config = _build_config(arguments)
-    with show_progress("loading the target") as progress:
-        target = load_training_target(
-            arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress
-        )
-    synthesize(config, target, arguments.out, ProgressLines())
-    manifest = read_manifest(arguments.out) or {}
-    counts = {key: manifest[key] for key in ("num_texts", "num_answer_tokens", "num_shards")}
-    line = f"{counts['num_texts']:,} texts with {counts['num_answer_tokens']:,} answer tokens in {arguments.out}"
-    print_result({"out": str(arguments.out), **counts}, line, is_json=arguments.json)
-    return 0
-
-
-def _build_config(arguments: argparse.Namespace) -> "SynthesisConfig":
-    from blockpilot.training.synthesis import SynthesisConfig
+    from blockpilot.training.synthesis import SynthesisConfig, synthesize
 
     if not arguments.num_prompts and not arguments.prompts:
         raise InputError("nothing to answer: give --num-prompts or --prompts FILE")
     require_at_least(arguments, num_prompts=0, max_length=32, rows=0, shard_size=1, seed=0)
-    return SynthesisConfig(
+    config = SynthesisConfig(
         target=arguments.target,
         num_written=arguments.num_prompts,
         starts=tuple(arguments.start) or ("",),
@@ -69,6 +49,16 @@ def _build_config(arguments: argparse.Namespace) -> "SynthesisConfig":
         shard_size=arguments.shard_size,
         seed=arguments.seed,
     )
+    with show_progress("loading the target") as progress:
+        target = load_training_target(
+            arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress
+        )
+    synthesize(config, target, arguments.out, ProgressLines())
+    manifest = read_manifest(arguments.out) or {}
+    counts = {key: manifest[key] for key in ("num_texts", "num_answer_tokens", "num_shards")}
+    line = f"{counts['num_texts']:,} texts with {counts['num_answer_tokens']:,} answer tokens in {arguments.out}"
+    print_result({"out": str(arguments.out), **counts}, line, is_json=arguments.json)
+    return 0
 
 
 def _read_temperatures(text: str) -> tuple[float, ...]:

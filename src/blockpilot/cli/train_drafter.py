@@ -4,15 +4,10 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from blockpilot.cli.console import print_result, show_progress
 from blockpilot.cli.options import Options, add_option, add_target_options, read_count, read_fields, read_list
-
-if TYPE_CHECKING:
-    from blockpilot.training.drafter_run import DrafterRun
-
-_KINDS = ("dflash", "dflash2", "eagle3")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,14 +15,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, required=True, metavar="DIR", help="folder written by `blockpilot synthesize`")
     add("--out", type=Path, required=True, metavar="DIR", help="checkpoints, log and the drafter; continues a run")
     add_target_options(parser, device_help="cpu or cuda; several GPUs: start with torchrun")
-    add_option(parser, "--kind", "dflash", choices=_KINDS)
+    add_option(parser, "--kind", "dflash", choices=("dflash", "dflash2", "eagle3"))
     add("--no-compile", action="store_true", help="run the step without torch.compile")
     add("--json", action="store_true", help="print one JSON object at the end")
-    _add_shape(parser.add_argument_group("drafter"))
-    _add_loop(parser.add_argument_group("training"))
-
-
-def _add_shape(group: Options) -> None:
+    group = parser.add_argument_group("drafter")
     add_option(group, "--layers", 3, "draft layers")
     add_option(group, "--taps", "5", "how many target layers to read, or which", metavar="N|I,I,...")
     add_option(group, "--block-size", 16, metavar="B")
@@ -36,6 +27,7 @@ def _add_shape(group: Options) -> None:
     add_option(group, "--unrolled", 7, "eagle3: steps of training-time test")
     head_help = "look only at the N most used tokens (default: all; eagle3: 4096)"
     group.add_argument("--head-size", type=int, default=0, metavar="N", help=head_help)
+    _add_loop(parser.add_argument_group("training"))
 
 
 def _add_loop(group: Options) -> None:
@@ -59,9 +51,15 @@ def _add_loop(group: Options) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from blockpilot.training.drafter_run import DrafterRun
     from blockpilot.training.setup import load_training_target, train_drafter
 
-    settings = _build_settings(arguments)
+    given = {  # the other options are named like the fields of the run
+        "taps": _read_taps(arguments.taps),
+        "min_block_size": arguments.min_block_size or arguments.block_size,
+        "is_compiled": not arguments.no_compile and arguments.device.startswith("cuda"),
+    }
+    settings = DrafterRun(**read_fields(DrafterRun, arguments) | given)
     with show_progress("loading the target") as progress:
         target = load_training_target(
             arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress
@@ -70,18 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
     if int(os.environ.get("RANK", "0")) == 0:  # torchrun: the first process speaks for all
         print_result(summary, f"the drafter is in {summary['drafter']}", is_json=arguments.json)
     return 0
-
-
-def _build_settings(arguments: argparse.Namespace) -> "DrafterRun":
-    """Most options are named like the fields of the run; these three need a word more."""
-    from blockpilot.training.drafter_run import DrafterRun
-
-    given = {
-        "taps": _read_taps(arguments.taps),
-        "min_block_size": arguments.min_block_size or arguments.block_size,
-        "is_compiled": not arguments.no_compile and arguments.device.startswith("cuda"),
-    }
-    return DrafterRun(**read_fields(DrafterRun, arguments) | given)
 
 
 def _print_row(row: dict[str, Any]) -> None:

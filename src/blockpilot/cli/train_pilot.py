@@ -15,8 +15,6 @@ from blockpilot.core.errors import InputError, require_at_least
 
 if TYPE_CHECKING:
     from blockpilot.pilots.base import Pilot
-    from blockpilot.pilots.cost_model import StepCosts
-    from blockpilot.pilots.prefill import PrefillConfig
     from blockpilot.replay.pilot_report import Row
     from blockpilot.replay.pilot_training import TraceGroup
 
@@ -56,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("--kind step needs --traces and --out")
     with show_progress("reading traces"):
         from blockpilot.core.device import resolve_device
+        from blockpilot.engine.profile import read_profile
+        from blockpilot.replay.pilot_report import compare, linear_loads
         from blockpilot.replay.pilot_training import check_enough, hold_out, read_group
         from blockpilot.replay.trace_files import require_disjoint
 
@@ -73,10 +73,23 @@ def run(arguments: argparse.Namespace) -> int:
         from blockpilot.bench.methods import paper_pilot_folder
 
         arguments.out = paper_pilot_folder(group.manifest["target"])
-    loads = _find_loads(arguments.profile)
-    facts = _describe(train, test)
+    loads = linear_loads()  # the step costs to judge under, by name
+    if arguments.profile is not None:
+        loads = {"this machine": read_profile(arguments.profile), **loads}
+    facts = {
+        "num_traces": len(train.traces),
+        "num_anchors": train.num_anchors,
+        "num_held_out": len(test.traces),
+        "tasks": sorted({trace.task for trace in train.traces}),
+        "temperatures": sorted({trace.temperature for trace in train.traces}),
+        "drafter_sha256": train.manifest.get("drafter_sha256"),
+    }
     pilots = (_fit_step if arguments.kind == "step" else _fit_prefill)(arguments, train, test, facts)
-    _print_result(arguments, facts, _judge(train, test, pilots, loads))
+    rows: list[Row] = []
+    for name, costs in loads.items():
+        with show_progress(f"judging under the load {name!r}"):
+            rows += compare(train.traces, test.traces, pilots, costs, load=name)
+    _print_result(arguments, facts, rows)
     return 0
 
 
@@ -86,25 +99,6 @@ def _shipped_traces() -> Path:
     if (folder := shipped_traces(DEFAULT_TARGET)) is None:
         raise InputError(f"no traces ship for {DEFAULT_TARGET}: give --traces, written by `blockpilot collect`")
     return folder
-
-
-def _find_loads(profile: Path | None) -> "dict[str, StepCosts]":
-    """The step costs to judge under, by name."""
-    from blockpilot.engine.profile import read_profile
-    from blockpilot.replay.pilot_report import linear_loads
-
-    return linear_loads() if profile is None else {"this machine": read_profile(profile), **linear_loads()}
-
-
-def _describe(train: "TraceGroup", test: "TraceGroup") -> dict[str, Any]:
-    return {
-        "num_traces": len(train.traces),
-        "num_anchors": train.num_anchors,
-        "num_held_out": len(test.traces),
-        "tasks": sorted({trace.task for trace in train.traces}),
-        "temperatures": sorted({trace.temperature for trace in train.traces}),
-        "drafter_sha256": train.manifest.get("drafter_sha256"),
-    }
 
 
 def _fit_step(
@@ -126,10 +120,23 @@ def _fit_step(
 def _fit_prefill(
     arguments: argparse.Namespace, train: "TraceGroup", test: "TraceGroup", facts: dict[str, Any]
 ) -> "list[Pilot]":
-    from blockpilot.pilots.prefill import PrefillTraining
+    from blockpilot.pilots.prefill import PrefillConfig, PrefillTraining, sizes_around
     from blockpilot.replay.pilot_training import train_prefill_pilot
 
-    config = _prefill_config(arguments, train)
+    setting = train.traces[0].setting
+    sizes = sizes_around(setting.trained_block_size, arguments.radius)
+    if arguments.sizes:
+        advice = "give block sizes separated by commas, such as 4,8,16"
+        sizes = tuple(sorted(set(read_list(arguments.sizes, "--sizes", read_count, advice))))
+    if missing := [size for size in sizes if size not in setting.sizes]:
+        held = ", ".join(map(str, setting.sizes))
+        raise InputError(f"block size {missing[0]} is not in the traces; they hold {held}: collect with --sizes")
+    given = {
+        "input_size": len(train.traces[0].prefill.hidden) if arguments.inputs == "hidden" else setting.vocab_size,
+        "sizes": sizes,
+        "num_layers": arguments.layers,
+    }
+    config = PrefillConfig(**read_fields(PrefillConfig, arguments) | given)
     with show_counted("epochs") as report:
         pilot = train_prefill_pilot(
             train,
@@ -147,37 +154,6 @@ def _save(out: Path, pilots: Any, train: "TraceGroup", facts: dict[str, Any]) ->
     from blockpilot.pilots.files import save_pilot
 
     save_pilot(out, pilots, target=train.manifest["target"], drafter=train.manifest["drafter"], training=facts)
-
-
-def _prefill_config(arguments: argparse.Namespace, train: "TraceGroup") -> "PrefillConfig":
-    from blockpilot.pilots.prefill import PrefillConfig, sizes_around
-
-    setting = train.traces[0].setting
-    sizes = sizes_around(setting.trained_block_size, arguments.radius)
-    if arguments.sizes:
-        advice = "give block sizes separated by commas, such as 4,8,16"
-        sizes = tuple(sorted(set(read_list(arguments.sizes, "--sizes", read_count, advice))))
-    if missing := [size for size in sizes if size not in setting.sizes]:
-        held = ", ".join(map(str, setting.sizes))
-        raise InputError(f"block size {missing[0]} is not in the traces; they hold {held}: collect with --sizes")
-    given = {
-        "input_size": len(train.traces[0].prefill.hidden) if arguments.inputs == "hidden" else setting.vocab_size,
-        "sizes": sizes,
-        "num_layers": arguments.layers,
-    }
-    return PrefillConfig(**read_fields(PrefillConfig, arguments) | given)
-
-
-def _judge(
-    train: "TraceGroup", test: "TraceGroup", pilots: "list[Pilot]", loads: "dict[str, StepCosts]"
-) -> "list[Row]":
-    from blockpilot.replay.pilot_report import compare
-
-    rows: list[Row] = []
-    for name, costs in loads.items():
-        with show_progress(f"judging under the load {name!r}"):
-            rows += compare(train.traces, test.traces, pilots, costs, load=name)
-    return rows
 
 
 def _print_result(arguments: argparse.Namespace, facts: dict[str, Any], rows: "list[Row]") -> None:

@@ -72,10 +72,8 @@ def feature_rows(scores: FloatArray, marginals: FloatArray, parent_ranks: NDArra
 
 def logit(log_probs: FloatArray) -> FloatArray:
     """log(p / (1 - p)) of log p."""
-    found: FloatArray = np.exp(log_probs)
-    np.minimum(found, MAX_PROBABILITY, out=found)
-    np.log1p(np.negative(found, out=found), out=found)
-    return np.subtract(log_probs, found, out=found)
+    found: FloatArray = log_probs - np.log1p(-np.minimum(np.exp(log_probs), MAX_PROBABILITY))
+    return found
 
 
 def expected_calibration_error(probabilities: FloatArray, hits: NDArray[np.bool_], num_bins: int = 15) -> float:

@@ -16,7 +16,7 @@ makes the rows once.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -78,12 +78,7 @@ class _CostSurface:
         return base + batch_size * context_length * slopes
 
     def at(self, tokens: int, batch_size: int, context_length: int) -> float:
-        base = float(self._base_row(tokens, batch_size)[tokens - 1])
-        return base + batch_size * context_length * (self.per_request + self.per_token * tokens)
-
-    def leave_one_out(self) -> list[float]:
-        """The relative error at every inner point when its curve is fitted to the others."""
-        return [error for curve in self.curves.values() for error in curve.leave_one_out()]
+        return float(self.row(tokens, batch_size, context_length)[-1])
 
     def _context_ms(self, point: CostPoint) -> float:
         return point.context_length * (self.per_request * point.batch_size + self.per_token * point.total)
@@ -132,6 +127,7 @@ class _Curve:
         return result
 
     def leave_one_out(self) -> list[float]:
+        """The relative error at every inner point when the curve is fitted to the others."""
         errors = []
         for index in range(1, len(self.x) - 1):
             others = _Curve(np.delete(self.x, index).tolist(), np.delete(self.measured, index).tolist())
@@ -196,7 +192,8 @@ class StepCosts:
 
     @cached_property
     def fit_error(self) -> FitError:
-        errors = self._draft.leave_one_out() + self._verify.leave_one_out()
+        curves = [*self._draft.curves.values(), *self._verify.curves.values()]
+        errors = [error for curve in curves for error in curve.leave_one_out()]
         spreads = [point.spread for point in (*self.draft, *self.verify)]
         return FitError(float(np.mean(errors or [0.0])), float(max(errors, default=0.0)), float(np.mean(spreads)))
 
@@ -238,11 +235,6 @@ class StepTable:
     step_ms: Values  # [sizes, nodes + 1], for every draft size that a pilot may choose
     _growth: dict[int, tuple[Values, Values]] = field(default_factory=dict, init=False, repr=False)
 
-    @cached_property
-    def plain_ms(self) -> float:
-        """A step that checks the anchor alone."""
-        return float(self.rest_ms[0])
-
     def growth(self, draft_size: int) -> tuple[Values, Values]:
         """For any draft size: milliseconds [nodes + 1], and the smallest rise [nodes] from each number of nodes on."""
         found = self._growth.get(draft_size)
@@ -257,20 +249,13 @@ class StepTables:
 
     def __init__(self, costs: StepCosts, draft_sizes: Sequence[int], num_nodes: int) -> None:
         self.costs, self.draft_sizes, self.num_nodes = costs, draft_sizes, num_nodes
-        self.depends_on_context = costs.depends_on_context
-        self._tables: dict[tuple[int, int, tuple[int, ...]], StepTable] = {}
+        self._make = lru_cache(MAX_TABLES)(self._make_table)
 
     def at(self, batch_size: int, context_length: int, buckets: tuple[int, ...] = ()) -> StepTable:
         """`buckets` are the sizes that the engine pads checks to, whatever engine the costs were measured with."""
-        key = (batch_size, context_length if self.depends_on_context else 0, buckets)
-        found = self._tables.get(key)
-        if found is None:
-            if len(self._tables) >= MAX_TABLES:
-                self._tables.clear()
-            found = self._tables[key] = self._make(batch_size, context_length, buckets)
-        return found
+        return self._make(batch_size, context_length if self.costs.depends_on_context else 0, buckets)
 
-    def _make(self, batch_size: int, context_length: int, buckets: tuple[int, ...]) -> StepTable:
+    def _make_table(self, batch_size: int, context_length: int, buckets: tuple[int, ...]) -> StepTable:
         costs = self.costs if self.costs.padding == buckets else replace(self.costs, padding=buckets)
         rest_ms = costs.verify_row(self.num_nodes + 1, batch_size, context_length) + costs.overhead_ms
         drafts = np.array([costs.draft_ms(size, batch_size) for size in self.draft_sizes])

@@ -62,7 +62,7 @@ class TreePilot(Pilot):
         return f"tree:{self.num_nodes}" + (f"@{self.draft_size}" if self.draft_size else "")
 
     def choose(self, requests: Sequence[Asked]) -> list[Choice]:
-        return [self._choice(inputs.trained_block_size) for _, inputs in requests]
+        return [choice for _, inputs in requests for choice in self.options(inputs.trained_block_size)]
 
     def select(self, requests: Sequence[Drafted]) -> list[Selection]:
         return [
@@ -75,16 +75,12 @@ class TreePilot(Pilot):
         ]
 
     def options(self, trained_block_size: int) -> Sequence[Choice]:
-        return [self._choice(trained_block_size)]
-
-    def _choice(self, trained_block_size: int) -> Choice:
-        return Choice(self.draft_size or trained_block_size, self.num_nodes)
+        return [Choice(self.draft_size or trained_block_size, self.num_nodes)]
 
 
 def select_chains(requests: Sequence[Drafted]) -> list[Selection]:
     """As deep as was drafted, and as the answer may still reach."""
-    found = []
-    for _, inputs, choice, draft, anchor_id in requests:
-        depth = min(choice.draft_size, inputs.num_remaining) - 1
-        found.append(Selection(grow_chain(draft, anchor_id, depth)))
-    return found
+    return [
+        Selection(grow_chain(draft, anchor_id, min(choice.draft_size, inputs.num_remaining) - 1))
+        for _, inputs, choice, draft, anchor_id in requests
+    ]

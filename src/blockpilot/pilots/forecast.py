@@ -22,13 +22,7 @@ from blockpilot.pilots.memory import Recent
 Values = NDArray[np.float64]
 FEATURES = ("one", "average", "last", "expected", "has_drafted")
 HEAD = 3  # positions of a draft that speak for its confidence, whatever the draft size
-LEVEL_SHARES = np.array([0.5, 1.0, 1.5])  # without a fit: what poor, common and good drafts add, over the mean
-NUM_LEVELS = len(LEVEL_SHARES)
-MIN_MEAN = 1.01
-SIZE_MARGIN = 1.03  # what a smaller draft must promise over a larger one: forecasts are noisy, larger drafts show more
-CHECK_MARGIN = 1.01  # the same where the number of nodes is decided with it
-TIE = 1e-9  # rates that are so near are equal, and fewer nodes are taken
-TREE_EXPONENT, TREE_REACH = 0.8, 0.5  # a tree's nodes fall off more slowly than a chain's, and reach further
+NUM_LEVELS = 3  # poor, common and good drafts
 
 
 def features(recent: Recent) -> FloatArray:

@@ -47,10 +47,6 @@ class PrefillConfig:
         if not self.sizes or min(self.sizes) < 1:
             raise InputError(f"prefill pilot: sizes {self.sizes} are no block sizes")
 
-    @property
-    def num_features(self) -> int:
-        return min(_TOP_K, self.input_size) + 1 if self.inputs == "top-k" else self.input_size
-
 
 def sizes_around(trained_size: int, reach: int = 2) -> tuple[int, ...]:
     """The paper's candidates: B-k .. B+k."""
@@ -74,7 +70,8 @@ class PrefillNetwork(nn.Module):
     def __init__(self, config: PrefillConfig) -> None:
         super().__init__()
         self.config = config
-        widths = [config.num_features] + [config.hidden_size] * config.num_layers
+        num_features = min(_TOP_K, config.input_size) + 1 if config.inputs == "top-k" else config.input_size
+        widths = [num_features] + [config.hidden_size] * config.num_layers
         self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
         self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(config.hidden_size, len(config.sizes))
@@ -89,16 +86,13 @@ class PrefillNetwork(nn.Module):
 
 
 class PrefillPilot(Pilot):
+    name = "prefill"
     num_candidates = 1
     reads_prefill = True
 
     def __init__(self, network: PrefillNetwork, costs: StepCosts | None = None, name: str = "prefill") -> None:
-        self._name, self.costs = name, costs or StepCosts.linear()
+        self.name, self.costs = name, costs or StepCosts.linear()
         self.network = network.eval().requires_grad_(False)
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     @torch.inference_mode()
     def start(self, prefill: PrefillState | None, neighbours: Sequence[int] = ()) -> int:
@@ -115,8 +109,11 @@ class PrefillPilot(Pilot):
         if self.network.head.weight.device != values.device:  # on a GPU its time is that of reading the weights
             self.network.to(values.device, torch.bfloat16 if values.is_cuda else torch.float32)
         features = read_features(values, config.inputs)[None].to(self.network.head.weight.dtype)
-        scores = self.network(features)[0].tolist()
-        return self._best_size(scores, prefill.num_prompt_tokens)
+        scores, sizes = self.network(features)[0].tolist(), config.sizes
+        if config.objective == "tau":
+            costs = [self.costs.step_ms(size, size, context_length=prefill.num_prompt_tokens) for size in sizes]
+            scores = [score / cost for score, cost in zip(scores, costs, strict=True)]
+        return sizes[max(range(len(sizes)), key=scores.__getitem__)]
 
     def choose(self, requests: Sequence[Asked]) -> list[Choice]:
         return [whole_chain(size) for size, _ in requests]
@@ -126,13 +123,6 @@ class PrefillPilot(Pilot):
 
     def options(self, trained_block_size: int) -> Sequence[Choice]:
         return [whole_chain(size) for size in self.network.config.sizes]
-
-    def _best_size(self, scores: list[float], context_length: int) -> int:
-        sizes = self.network.config.sizes
-        if self.network.config.objective == "tau":
-            costs = [self.costs.step_ms(size, size, context_length=context_length) for size in sizes]
-            scores = [score / cost for score, cost in zip(scores, costs, strict=True)]
-        return sizes[max(range(len(sizes)), key=scores.__getitem__)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,50 +144,36 @@ def train_prefill(
 
     The objective `class` learns which size is best; `tau` learns how much each size brings. `report` is called
     after every epoch with the epochs done, and of how many.
+
+    The likeliest first tokens of all requests are a small part of a vocabulary. Inputs that are 0 in every row have no
+    gradient, so AdamW moves their weights by its decay alone: training the first layer without them gives the same
+    weights in a fraction of the time.
     """
     torch.manual_seed(training.seed)
     with values.device:  # a hundred million random numbers are drawn where they are needed
         network = PrefillNetwork(config).train()
     features, tau = read_features(values, config.inputs), tau.float().to(values.device)
-    first = _UsedColumns(network.layers[0], features)
-    features = features[:, first.used]
+    first = cast(nn.Linear, network.layers[0])
+    whole, used = first.weight.detach(), features.any(dim=0).nonzero()[:, 0]
+    first.weight, features = nn.Parameter(whole[:, used]), features[:, used]
     rate = training.learning_rate
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=_WEIGHT_DECAY, fused=True)
     order = torch.Generator().manual_seed(training.seed)
-    num_epochs = training.num_epochs or -(-_TRAINING_STEPS // -(-len(tau) // training.batch_size))
+    steps_per_epoch = -(-len(tau) // training.batch_size)
+    num_epochs = training.num_epochs or -(-_TRAINING_STEPS // steps_per_epoch)
     for epoch in range(num_epochs):
         for rows in torch.randperm(len(tau), generator=order).to(values.device).split(training.batch_size):
             optimizer.zero_grad()
-            _prefill_loss(network(features[rows]), tau[rows], config.objective).backward()
+            scores = network(features[rows])
+            if config.objective == "class":
+                loss = nn.functional.cross_entropy(scores, tau[rows].argmax(dim=-1))
+            else:
+                loss = nn.functional.mse_loss(scores, tau[rows])
+            loss.backward()
             optimizer.step()
-            first.num_steps += 1
         if report is not None:
             report(epoch + 1, num_epochs)
-    first.restore(decay=rate * _WEIGHT_DECAY)
+    whole.mul_((1 - rate * _WEIGHT_DECAY) ** (num_epochs * steps_per_epoch))
+    whole[:, used] = first.weight.detach()
+    first.weight = nn.Parameter(whole)
     return network.eval()
-
-
-def _prefill_loss(scores: Tensor, tau: Tensor, objective: str) -> Tensor:
-    if objective == "class":
-        return nn.functional.cross_entropy(scores, tau.argmax(dim=-1))
-    return nn.functional.mse_loss(scores, tau)
-
-
-class _UsedColumns:
-    """A first layer cut to the inputs that are not 0 in every row, for as long as it is trained.
-
-    The likeliest first tokens of all requests are a small part of a vocabulary. The other columns have no gradient, so
-    AdamW moves them by its decay alone: training without them gives the same layer in a fraction of the time.
-    """
-
-    def __init__(self, layer: nn.Module, features: Tensor) -> None:
-        self.layer = cast(nn.Linear, layer)
-        self.whole = self.layer.weight.detach()
-        self.used = features.any(dim=0).nonzero()[:, 0]
-        self.num_steps = 0
-        self.layer.weight = nn.Parameter(self.whole[:, self.used])
-
-    def restore(self, *, decay: float) -> None:
-        self.whole.mul_((1 - decay) ** self.num_steps)
-        self.whole[:, self.used] = self.layer.weight.detach()
-        self.layer.weight = nn.Parameter(self.whole)

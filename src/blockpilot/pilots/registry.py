@@ -33,10 +33,9 @@ def load_pilot(
     `costs` is called only by pilots that weigh steps; without it they assume a load that makes wide checks cheap.
     """
     kind, _, argument = spec.partition(":")
+    is_chain = spec == "chain-step"
     if spec == "ar" or (spec == "auto" and not has_drafter):
         return PlainPilot()
-    if spec in ("auto", "step", "chain-step"):
-        return _adaptive_pilot(spec, shipped_pilot(target, drafter), max_block_size, costs)
     if kind == "fixed":
         size = _parse_size(spec, argument, MAX_BLOCK_SIZE)
         return FixedPilot(size) if size > 1 else PlainPilot()
@@ -44,14 +43,19 @@ def load_pilot(
         nodes, _, draft = argument.partition("@")
         draft_size = _parse_size(spec, draft, MAX_BLOCK_SIZE) if draft else None
         return TreePilot(_parse_size(spec, nodes, MAX_TREE_NODES), draft_size)
-    if kind == "prefill" and argument:
+    if spec in ("auto", "step", "chain-step"):
+        folder = shipped_pilot(target, drafter)
+        if folder is None:  # no fit for this pair: the drafter's scores are taken at their word
+            return StepPilot(Calibration.identity(), costs(), is_chain=is_chain, label=spec)
+    elif kind == "prefill" and argument:
         folder = Path(argument).expanduser()
         if (found := read_card(folder).kind) != "prefill":
             raise InputError(f"pilot {spec!r}: the folder holds a pilot of kind {found!r}, not 'prefill'")
-        return load_pilot_folder(folder, costs, max_block_size=max_block_size, name=spec)
-    if spec and Path(spec).expanduser().is_dir():
-        return load_pilot_folder(Path(spec).expanduser(), costs, max_block_size=max_block_size, name=spec)
-    raise InputError(f"unknown pilot {spec!r}; known: {KNOWN}")
+    elif spec and Path(spec).expanduser().is_dir():
+        folder = Path(spec).expanduser()
+    else:
+        raise InputError(f"unknown pilot {spec!r}; known: {KNOWN}")
+    return load_pilot_folder(folder, costs, is_chain=is_chain, max_block_size=max_block_size, name=spec)
 
 
 def shipped_pilot(target: str, drafter: str) -> Path | None:
@@ -60,16 +64,6 @@ def shipped_pilot(target: str, drafter: str) -> Path | None:
         return None
     folder = ASSETS / f"{target}-pilot"
     return folder if (folder / "pilot.json").is_file() and read_card(folder).drafter == drafter else None
-
-
-def _adaptive_pilot(
-    spec: str, folder: Path | None, max_block_size: int | None, costs: Callable[[], StepCosts]
-) -> Pilot:
-    """Fitted where a pilot ships for the pair; else the drafter's scores are taken at their word."""
-    is_chain = spec == "chain-step"
-    if folder is None:
-        return StepPilot(Calibration.identity(), costs(), is_chain=is_chain, label=spec)
-    return load_pilot_folder(folder, costs, is_chain=is_chain, max_block_size=max_block_size, name=spec)
 
 
 def _parse_size(spec: str, argument: str, limit: int) -> int:

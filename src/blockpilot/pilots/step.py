@@ -147,7 +147,8 @@ class StepPilot(Pilot):
 
     def _is_open(self, gate: Gate, table: StepTable, best: int, rate: float) -> bool:
         """Whether to draft at the best size, which promises so many tokens per millisecond."""
-        return gate.is_open(rate * table.plain_ms, lambda: float(self._limits(table, best).max()) * table.plain_ms)
+        plain_ms = float(table.rest_ms[0])
+        return gate.is_open(rate * plain_ms, lambda: float(self._limits(table, best).max()) * plain_ms)
 
     def _limits(self, table: StepTable, best: int) -> Values:
         """Tokens per millisecond [nodes + 1] if every node were right."""

@@ -1,7 +1,7 @@
 """Result folders in; `report.md`, `report.html` and figures out. `page.md` and `page.html` are their templates."""
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from blockpilot.core.files import write_text
 from blockpilot.report import tables
 from blockpilot.report.notes import write_notes
 from blockpilot.report.run_data import Run, read_run, task_title
-from blockpilot.report.tables import Table
 
 _MAX_METHODS = 4  # of the answer that is shown block by block
 _MAX_PROMPT = 600  # characters
@@ -32,8 +31,17 @@ def build_report(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     for path, svg in figures.items():
         write_text(path, svg + "\n")
     overview = tables.overview_table(runs, headings) if len(runs) > 1 else None
-    for name in ("md", "html"):
-        write_text(out / f"report.{name}", _render(f"page.{name}", overview, sections))
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=select_autoescape(["html"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    shown = {"overview": overview, "sections": sections, "published": tables.published_table()}
+    for name in ("md", "html"):  # the Markdown links to the figures beside it; the HTML needs no other file
+        write_text(out / f"report.{name}", environment.get_template(f"page.{name}").render(shown))
     return {
         "markdown": str(out / "report.md"),
         "html": str(out / "report.html"),
@@ -83,23 +91,6 @@ def _describe_setting(run: Run) -> str:
         f"{run.device}{threads}, {manifest.get('dtype', 'unknown dtype')}; target "
         f"{run.rows[0]['model']}, drafters {drafters}; {prompts} {arguments.get('split', 'test')} {word} per task, up "
         f"to {arguments.get('max_new_tokens', '?')} new tokens{times}."
-    )
-
-
-def _render(template: str, overview: Table | None, sections: Sequence[Mapping[str, Any]]) -> str:
-    """The HTML needs no other file, styles and figures are inside; the Markdown links to the figures beside it."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=select_autoescape(["html"]),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template(template).render(
-        overview=overview,
-        sections=sections,
-        published=tables.published_table(),
     )
 
 

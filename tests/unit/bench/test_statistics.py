@@ -6,7 +6,7 @@ from blockpilot.bench.statistics import (
     add_up,
     count_lengths,
     count_positions,
-    end_to_end_speedup,
+    divide,
     speedup,
     speedup_interval,
     split_steps,
@@ -20,7 +20,7 @@ def test_speed_pools_prompts_and_leaves_prefill_out() -> None:
     plain = add_up([make_answer([1] * 4, seconds=4.0), make_answer([1] * 4, seconds=4.0, batch=1, prompt_id="q1")])
     assert ours.tokens_per_second == 8 / 4 and plain.tokens_per_second == 8 / 8
     assert speedup(ours, plain) == 2.0
-    assert end_to_end_speedup(ours, plain) == pytest.approx((10 / 5) / (10 / 9))
+    assert divide(ours.end_to_end_rate, plain.end_to_end_rate) == pytest.approx((10 / 5) / (10 / 9))
 
 
 def test_a_batch_takes_as_long_as_its_longest_request() -> None:

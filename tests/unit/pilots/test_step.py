@@ -15,7 +15,8 @@ from blockpilot.core.tree import DraftTree
 from blockpilot.pilots.base import PLAIN, Asked, Drafted, PilotInputs
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.cost_model import StepCosts
-from blockpilot.pilots.forecast import CHECK_MARGIN, SIZE_MARGIN, Forecast
+from blockpilot.pilots.forecast import Forecast
+from blockpilot.pilots.loops.forecast import CHECK_MARGIN, SIZE_MARGIN
 from blockpilot.pilots.memory import FIRST_WAIT, LAST_WAIT, Recent, StepMemory
 from blockpilot.pilots.step import REVIEW, StepPilot
 from tests.tiny import ScriptedDrafter, make_dflash, make_eagle3, make_llm

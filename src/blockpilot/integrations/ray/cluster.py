@@ -52,26 +52,22 @@ def open_cluster(options: ClusterOptions) -> Iterator[list[Placement]]:
     """Connect, or start, and say where the workers belong. A cluster that this process has opened before is used."""
     import torch
 
-    is_ours = not ray.is_initialized()
+    is_ours, address = not ray.is_initialized(), options.address
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints news of dead workers; our standard output is for results
         if is_ours:
-            _init(options.address)
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            has_dashboard = False if address == _LOCAL else None  # a running cluster has decided that itself
+            try:
+                _check_address(address)
+                ray.init(address, include_dashboard=has_dashboard, logging_level=logging.ERROR, log_to_driver=False)
+            except (OSError, RuntimeError, ValueError) as error:  # ConnectionError and TimeoutError are OSErrors
+                raise BlockPilotError(f"no Ray cluster at {address}: {_shorten(error)}") from error
         try:
-            limit = torch.get_num_threads() if options.address == _LOCAL else None
+            limit = torch.get_num_threads() if address == _LOCAL else None
             yield place_workers(ray.nodes(), options, limit)  # type: ignore[no-untyped-call]
         finally:
             if is_ours:
                 ray.shutdown()
-
-
-def _init(address: str) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    has_dashboard = False if address == _LOCAL else None  # a running cluster has decided that itself
-    try:
-        _check_address(address)
-        ray.init(address=address, include_dashboard=has_dashboard, logging_level=logging.ERROR, log_to_driver=False)
-    except (OSError, RuntimeError, ValueError) as error:  # ConnectionError and TimeoutError are kinds of OSError
-        raise BlockPilotError(f"no Ray cluster at {address}: {_shorten(error)}") from error
 
 
 def _check_address(address: str) -> None:
@@ -165,8 +161,11 @@ class Pool:
             worker, place = running.pop(reference)
             try:
                 result = ray.get(reference)
-            except RayTaskError as error:
-                raise _explain(error) from error
+            except RayTaskError as error:  # inside a worker; what we foresee is said as a local run would
+                if isinstance(error.cause, BlockPilotError):
+                    raise error.cause from error
+                reason = f"{type(error.cause).__name__}: {error.cause}"
+                raise BlockPilotError(f"a worker failed ({_GOES_ON}): {reason}") from error
             except RayError as error:
                 losses[place] += 1
                 self._drop(worker, error, num_losses=losses[place])
@@ -185,14 +184,6 @@ class Pool:
         if num_losses >= MAX_LOSSES:
             raise BlockPilotError(f"a shard was lost {num_losses} times ({_GOES_ON}), last so: {reason}") from error
         logger.warning("a worker died, %d go on: %s", len(self.workers), reason)
-
-
-def _explain(error: RayTaskError) -> BlockPilotError:
-    """What went wrong inside a worker, as a local run would say it."""
-    cause = error.cause
-    if isinstance(cause, BlockPilotError):
-        return cause
-    return BlockPilotError(f"a worker failed ({_GOES_ON}): {type(cause).__name__}: {cause}")
 
 
 def _shorten(error: Exception) -> str:

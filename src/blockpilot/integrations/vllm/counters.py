@@ -40,14 +40,10 @@ class PlainSteps:
         drafts, requests = scheduler_output.scheduled_spec_decode_tokens, self.scheduler.requests
         emitted = zip(runner_output.req_ids, runner_output.sampled_token_ids, strict=False)
         return sum(
-            bool(tokens) and not drafts.get(request_id) and is_decoding(requests.get(request_id))
+            bool(tokens) and not drafts.get(request_id) and requests[request_id].num_output_tokens > 0
             for request_id, tokens in emitted
+            if request_id in requests  # with an answer before this step: the first token comes from prefill
         )
-
-
-def is_decoding(request: Any) -> bool:
-    """Whether a request had an answer before this step; the first token comes from prefill."""
-    return request is not None and request.num_output_tokens > 0
 
 
 class PilotCounters:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from blockpilot.core.config import chosen_pilot
 from blockpilot.core.errors import BlockPilotError
-from blockpilot.integrations.vllm.settings import is_supported, logger, read_pilot, supported_range
+from blockpilot.integrations.vllm.settings import SUPPORTED, is_supported, logger, read_pilot
 
 if TYPE_CHECKING:
-    from blockpilot.integrations.vllm.pilot_choice import PilotChoice
     from blockpilot.integrations.vllm.steering import Steering
 
 MARK = "_blockpilot_attach"
@@ -25,9 +24,11 @@ def register() -> None:
 
     if not is_supported(version):
         if chosen_pilot():
+            first, last = (".".join(map(str, numbers)) for numbers in SUPPORTED)
             logger.warning(
-                "BlockPilot stays off: it supports vLLM %s, and this is %s. vLLM drafts as configured.",
-                supported_range(),
+                "BlockPilot stays off: it supports vLLM >=%s,<%s, and this is %s. vLLM drafts as configured.",
+                first,
+                last,
                 version,
             )
         return
@@ -97,20 +98,15 @@ def reason_to_stay_off(config: Any) -> str | None:
     return None
 
 
-def make_choice(config: Any, pilot: str) -> "PilotChoice":
+def make_steering(config: Any, pilot: str) -> "Steering":
     from blockpilot.integrations.vllm.costs import engine_key, find_costs
     from blockpilot.integrations.vllm.pilot_choice import PilotChoice
-
-    target, drafter = config.model_config.model, config.speculative_config.model
-    return PilotChoice(pilot, target=target, drafter=drafter, costs=lambda: find_costs(engine_key(config)))
-
-
-def make_steering(config: Any, pilot: str) -> "Steering":
     from blockpilot.integrations.vllm.steering import Steering
 
     speculative = config.speculative_config
     num_draft_tokens = int(speculative.num_speculative_tokens)
     trained = getattr(speculative.draft_model_config.hf_config, "block_size", None) or num_draft_tokens + 1
-    choice = make_choice(config, pilot)
+    target, drafter = config.model_config.model, speculative.model
+    choice = PilotChoice(pilot, target=target, drafter=drafter, costs=lambda: find_costs(engine_key(config)))
     logger.info("BlockPilot is on: pilot %s, up to %d drafted tokens.", pilot, num_draft_tokens)
     return Steering(choice, num_draft_tokens=num_draft_tokens, trained_block_size=int(trained))

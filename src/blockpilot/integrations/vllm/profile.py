@@ -46,14 +46,13 @@ def measure_costs(engine: Any, make_params: Any, plan: ProbePlan, key: Mapping[s
     limit, needed = engine.vllm_config.model_config.max_model_len, NUM_STEPS * (plan.num_draft_tokens + 2)
     if plan.context + needed > limit:
         raise InputError(f"a context of {plan.context} leaves no room: at most {limit - needed} with this engine")
-    draft: list[CostPoint] = []
-    verify: list[CostPoint] = []
-    for batch_size in plan.batch_sizes:
-        times = _time_rounds(engine, make_params, plan, batch_size)
-        points = split_times(times, batch_size=batch_size, context=plan.context)
-        draft += points.draft
-        verify += points.verify
-    return StepCosts(tuple(draft), tuple(verify), key={**key, "num_rounds": plan.num_rounds})
+    parts = [
+        split_times(_time_rounds(engine, make_params, plan, size), batch_size=size, context=plan.context)
+        for size in plan.batch_sizes
+    ]
+    draft = tuple(point for part in parts for point in part.draft)
+    verify = tuple(point for part in parts for point in part.verify)
+    return StepCosts(draft, verify, key={**key, "num_rounds": plan.num_rounds})
 
 
 def split_times(times: Times, *, batch_size: int, context: int) -> StepCosts:

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.integrations.vllm.draft_scores import DraftScores
-from blockpilot.integrations.vllm.key_norm import repair_key_norm
+from blockpilot.integrations.vllm.proposer import DraftScores, repair_key_norm
 from blockpilot.integrations.vllm.settings import KEY, logger
 from blockpilot.integrations.vllm.steering import Row, Steering
 from blockpilot.pilots.base import PrefillState
@@ -74,25 +73,22 @@ class PilotedRunner:
         is_late = isinstance(sampled_token_ids, list)
         counts = [len(ids) for ids in sampled_token_ids] if is_late else (sampled_token_ids >= 0).sum(dim=1).tolist()
         is_waiting = self.runner.discard_request_mask.np[: len(counts)].tolist()
-        return [
-            self._row(request_id, 0 if waits else int(count), is_counted=is_late, is_waiting=waits)
-            for request_id, count, waits in zip(self.runner.input_batch.req_ids, counts, is_waiting, strict=True)
-        ]
-
-    def _row(self, request_id: str, num_emitted: int, *, is_counted: bool, is_waiting: bool) -> Row:
-        request = self.runner.requests[request_id]
-        params, num_prompt = request.sampling_params, request.num_prompt_tokens
-        room = self.runner.max_model_len - num_prompt
-        return Row(
-            request_id=request_id,
-            num_prompt_tokens=num_prompt,
-            num_answer_tokens=len(request.output_token_ids) + (0 if is_counted else num_emitted),
-            num_emitted=num_emitted,
-            max_answer_tokens=min(params.max_tokens or room, room),
-            temperature=params.temperature,
-            override=(params.extra_args or {}).get(KEY),
-            is_waiting=is_waiting,
-        )
+        rows = []
+        for request_id, count, waits in zip(self.runner.input_batch.req_ids, counts, is_waiting, strict=True):
+            request, num_emitted = self.runner.requests[request_id], 0 if waits else int(count)
+            params, room = request.sampling_params, self.runner.max_model_len - request.num_prompt_tokens
+            row = Row(
+                request_id=request_id,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_answer_tokens=len(request.output_token_ids) + (0 if is_late else num_emitted),
+                num_emitted=num_emitted,
+                max_answer_tokens=min(params.max_tokens or room, room),
+                temperature=params.temperature,
+                override=(params.extra_args or {}).get(KEY),
+                is_waiting=waits,
+            )
+            rows.append(row)
+        return rows
 
     def _read_prefill(self, row: Row, index: int, hidden: Tensor) -> PrefillState:
         last = hidden[index]

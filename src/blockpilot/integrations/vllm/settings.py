@@ -37,8 +37,3 @@ def is_supported(version: str) -> bool:
     if len(parts) < 2 or not all(part.isdigit() for part in parts):
         return False
     return SUPPORTED[0] <= (int(parts[0]), int(parts[1])) < SUPPORTED[1]
-
-
-def supported_range() -> str:
-    first, last = (".".join(map(str, numbers)) for numbers in SUPPORTED)
-    return f">={first},<{last}"

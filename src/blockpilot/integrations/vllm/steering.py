@@ -58,6 +58,7 @@ class Steering:
         self.load = load
         self.num_draft_tokens = num_draft_tokens
         self.trained_block_size = trained_block_size
+        self.configured = FixedPilot(num_draft_tokens + 1)  # where a pilot fails
         self.requests: dict[str, Request] = {}
         self._reported: set[str] = set()
 
@@ -86,7 +87,16 @@ class Steering:
             if row.request_id not in self.requests:
                 self.requests[row.request_id] = self._start(row, index, read_prefill)
             request = self.requests[row.request_id]
-            self._choose_one(request, row, self._describe(row, request, batch_size, most + 1))
+            inputs = PilotInputs(
+                num_steps=request.num_steps,
+                context_length=row.num_prompt_tokens + row.num_answer_tokens - 1,
+                batch_size=batch_size,
+                num_remaining=row.max_answer_tokens - row.num_answer_tokens,
+                max_block_size=most + 1,
+                trained_block_size=self.trained_block_size,
+                temperature=row.temperature,
+            )
+            self._choose_one(request, row, inputs)
             request.num_steps += 1
             largest = max(largest, request.block_size)
         return largest - 1
@@ -112,26 +122,22 @@ class Steering:
             return Request(pilot, pilot.start(read_prefill(index) if pilot.reads_prefill else None))
         except Exception as error:
             self._report(error, "pilot" if row.override is None else "pilot that a request asked for")
-            return Request(self._configured())
+            return Request(self.configured)
 
     def _choose_one(self, request: Request, row: Row, inputs: PilotInputs) -> None:
         try:
-            self._learn(request, row.num_emitted)
+            if request.selection is not None and request.last_inputs is not None:
+                tree, promised, head = request.selection  # what was checked in the step before
+                outcome = Outcome(request.memory, request.last_inputs, tree.max_depth, promised, head, row.num_emitted)
+                request.selection = None
+                request.pilot.learn([outcome])
             if inputs.num_remaining > 1:
                 request.choice = request.pilot.choose([Asked(request.memory, inputs)])[0]
         except Exception as error:
             self._report(error)
-            request.pilot, request.selection = self._configured(), None
+            request.pilot, request.selection = self.configured, None
             request.choice = request.pilot.choose([Asked(None, inputs)])[0]
         request.inputs = inputs
-
-    def _learn(self, request: Request, emitted: int) -> None:
-        """What came of the nodes that were checked in the step before."""
-        if request.selection is not None and request.last_inputs is not None:
-            tree, promised, head = request.selection
-            outcome = Outcome(request.memory, request.last_inputs, tree.max_depth, promised, head, emitted)
-            request.selection = None
-            request.pilot.learn([outcome])
 
     def _count_kept(self, request: Request, ids: IntArray, scores: FloatArray | None) -> int:
         """A request sees the whole draft, even where a neighbour asked for a longer one than it would have."""
@@ -147,23 +153,9 @@ class Steering:
             count = len(request.selection.tree) - 1
         except Exception as error:
             self._report(error)
-            request.pilot, request.selection = self._configured(), None
+            request.pilot, request.selection = self.configured, None
             count = len(ids)
         return min(count, len(ids), inputs.num_remaining - 1)
-
-    def _describe(self, row: Row, request: Request, batch_size: int, max_block_size: int) -> PilotInputs:
-        return PilotInputs(
-            num_steps=request.num_steps,
-            context_length=row.num_prompt_tokens + row.num_answer_tokens - 1,
-            batch_size=batch_size,
-            num_remaining=row.max_answer_tokens - row.num_answer_tokens,
-            max_block_size=max_block_size,
-            trained_block_size=self.trained_block_size,
-            temperature=row.temperature,
-        )
-
-    def _configured(self) -> FixedPilot:
-        return FixedPilot(self.num_draft_tokens + 1)
 
     def _report(self, error: Exception, what: str = "pilot") -> None:
         """Once for the configured pilot and once for those of requests: a log must not grow with the traffic."""

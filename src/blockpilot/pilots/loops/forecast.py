@@ -2,17 +2,15 @@
 
 import numpy as np
 
-from blockpilot.pilots.forecast import (
-    CHECK_MARGIN,
-    LEVEL_SHARES,
-    MIN_MEAN,
-    NUM_LEVELS,
-    SIZE_MARGIN,
-    TIE,
-    TREE_EXPONENT,
-    TREE_REACH,
-)
+from blockpilot.pilots.forecast import NUM_LEVELS
 from blockpilot.pilots.loops.jit import compiled, helper
+
+LEVEL_SHARES = np.array([0.5, 1.0, 1.5])  # without a fit: what poor, common and good drafts add, over the mean
+MIN_MEAN = 1.01
+SIZE_MARGIN = 1.03  # what a smaller draft must promise over a larger one: forecasts are noisy, larger drafts show more
+CHECK_MARGIN = 1.01  # the same where the number of nodes is decided with it
+TIE = 1e-9  # rates that are so near are equal, and fewer nodes are taken
+TREE_EXPONENT, TREE_REACH = 0.8, 0.5  # a tree's nodes fall off more slowly than a chain's, and reach further
 
 
 @helper
@@ -58,8 +56,7 @@ def _write_geometric(curves, mean, draft_sizes, is_chain):  # type: ignore[no-un
 def _write_curves(curves, weights, draft_sizes, is_chain, average, last, expected, has_drafted):  # type: ignore[no-untyped-def]
     """Expected tokens [sizes, levels, nodes + 1]; `weights` [sizes, levels, features, nodes] may be empty: no fit."""
     if len(weights):
-        features = _rounded(average), _rounded(last), _rounded(expected), np.float64(has_drafted)
-        _write_fitted(curves, weights, features[0], features[1], features[2], features[3])
+        _write_fitted(curves, weights, _rounded(average), _rounded(last), _rounded(expected), np.float64(has_drafted))
     else:
         _write_geometric(curves, (average + expected) / 2 if has_drafted else average, draft_sizes, is_chain)
 

@@ -27,11 +27,7 @@ def helper(function: Function) -> Function:
     """A function that only compiled ones call. It owns no memory: counting references takes longer than arithmetic."""
     if numba is None:
         return function
-    options = {
-        "no_cpython_wrapper": True,
-        "no_cfunc_wrapper": True,
-        "error_model": "numpy",
-    }  # no look for zero divisors
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}  # unchecked division
     compiled: Function = numba.njit(_nrt=False, **options)(function)
     return compiled
 

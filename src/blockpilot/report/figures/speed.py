@@ -66,30 +66,23 @@ def draw_speed_by_size(run: Run, figure: Figure) -> None:
     if len(sizes) < 2:
         raise style.NoFigureError("it needs dflash:B for two block sizes or more")
     column = mean_or_only(run)
-    others = _other_speeds(run, column)
+    known = run.known(column, "tokens_per_second")
+    others = [method for method in sorted(known, key=known.__getitem__, reverse=True) if method not in sizes.values()]
     axes = style.make_axes(figure, max(3.1, 0.7 + 0.19 * len(others)))
     speeds = [run.value(column, method, "tokens_per_second") for method in sizes.values()]
     axes.plot(list(sizes), speeds, color=style.BLUE, marker="o", label="fixed chain, dflash:B")
-    for number, (method, speed) in enumerate(others.items()):
+    for number, method in enumerate(others):  # the fastest first: so the legend has the order of the lines
         turn, place = divmod(number, len(style.LINES))
         look = {"linestyle": style.LINES[place], "linewidth": 0.8 if turn else 1.6}
         colour = _LINE_COLOURS.get(method.partition(":")[0], style.family(method)[0])
-        axes.axhline(speed, color=colour, label=f"{method}, {format_speed(speed)}", **look)
+        axes.axhline(known[method], color=colour, label=f"{method}, {format_speed(known[method])}", **look)
     choice = run.manifest.get("best_fixed")
     if choice and (speed := run.value(column, "best-fixed", "tokens_per_second")) is not None:
-        axes.plot(
-            choice["size"], speed, color=style.BLUE, marker="*", markersize=11, linestyle=""
-        )  # where it was chosen
+        # where it was chosen
+        axes.plot(choice["size"], speed, color=style.BLUE, marker="*", markersize=11, linestyle="")
     axes.set(xlabel="block size B", ylabel="tokens/s, mean of the tasks" if len(run.tasks) > 1 else "tokens/s")
     axes.set_ylim(bottom=0)
     style.finish_lines(axes, sizes)
-
-
-def _other_speeds(run: Run, column: str) -> dict[str, float]:
-    """Methods that are no fixed chains, the fastest first: so the legend has the order of the lines."""
-    speeds = run.known(column, "tokens_per_second")
-    found = {method: speed for method, speed in speeds.items() if not method.startswith("dflash:")}
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def draw_time_split(run: Run, figure: Figure) -> None:

@@ -78,12 +78,8 @@ def render(draw: Callable[[Run, Figure], None], run: Run, name: str) -> str:
     with rc_context({"svg.hashsalt": name}, fname=SHEET):
         figure = Figure(layout="constrained")
         draw(run, figure)
-        return _to_svg(figure)
-
-
-def _to_svg(figure: Figure) -> str:
-    file = io.StringIO()
-    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

@@ -17,6 +17,7 @@ import torch
 from blockpilot.core.config import cache_dir
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import ensure_folder, write_text
+from blockpilot.core.progress import Report
 from blockpilot.models.dflash_format import save_dflash
 from blockpilot.models.drafter_files import load_drafter
 from blockpilot.models.eagle3 import Eagle3
@@ -24,12 +25,11 @@ from blockpilot.models.eagle3_format import save_eagle3
 from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.models.shipped import DRAFTERS
 from blockpilot.models.weights import save_decoder_folder
-from blockpilot.models.wheel_download import Progress
 
 MARKER = "blockpilot_export.json"
 
 
-def export_target(spec: str, out: Path, progress: Progress | None = None) -> Path:
+def export_target(spec: str, out: Path, progress: Report | None = None) -> Path:
     """Write any target that we can load as a folder of fp32 weights, configuration and tokenizer."""
     check_destination(out)
     target = load_target(spec, torch.float32, progress)

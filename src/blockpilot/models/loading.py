@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from blockpilot.core.errors import BlockPilotError, InputError
+from blockpilot.core.progress import Report
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.gguf import load_decoder_gguf
 from blockpilot.models.presets import PRESETS, fetch_preset
 from blockpilot.models.shipped import shipped_folder
 from blockpilot.models.weights import load_decoder_folder
-from blockpilot.models.wheel_download import Progress
 from blockpilot.text.tokenizer import Tokenizer
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -27,7 +27,7 @@ class LoadedTarget:
     path: Path  # the file or folder it was read from
 
 
-def load_target(spec: str, dtype: torch.dtype, progress: Progress | None = None) -> LoadedTarget:
+def load_target(spec: str, dtype: torch.dtype, progress: Report | None = None) -> LoadedTarget:
     """Find, fetch where needed, and load a target with its tokenizer, on the CPU."""
     path = _locate_target(spec, progress)
     if path.is_dir():
@@ -42,7 +42,7 @@ def load_target(spec: str, dtype: torch.dtype, progress: Progress | None = None)
     return LoadedTarget(decoder=decoder, tokenizer=tokenizer, name=spec, path=path)
 
 
-def _locate_target(spec: str, progress: Progress | None = None) -> Path:
+def _locate_target(spec: str, progress: Report | None = None) -> Path:
     """The file or folder a target is read from; presets and hub models are fetched."""
     if spec in PRESETS:
         return fetch_preset(spec, progress)

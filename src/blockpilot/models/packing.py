@@ -78,7 +78,7 @@ def pack_linears(model: nn.Module, backend: str) -> None:
 def quantize_linears(model: nn.Module) -> None:
     """Round every linear layer that fits to 8-bit codes: for drafters, whose output is checked anyway.
 
-    Weights that were stored as codes (`models/packed_storage.py`) get exactly those codes back.
+    Weights that were stored as codes (`models/tensor_files.py`) get exactly those codes back.
 
     The float weight becomes what the codes stand for, so that few tokens and many are multiplied by the same numbers:
     what is drafted must not depend on the batch.

@@ -10,13 +10,13 @@ from blockpilot.core.config import default_dtype
 from blockpilot.core.device import resolve_device
 from blockpilot.core.errors import InputError
 from blockpilot.core.manifests import read_manifest
+from blockpilot.core.progress import Report
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.dflash_format import save_dflash
 from blockpilot.models.eagle3 import Eagle3
 from blockpilot.models.eagle3_format import save_eagle3
 from blockpilot.models.loading import LoadedTarget, load_target
-from blockpilot.models.wheel_download import Progress
 from blockpilot.training.checkpoints import read_log
 from blockpilot.training.dflash_training import DFlashTraining
 from blockpilot.training.distributed import Group, join_group, own_device
@@ -35,9 +35,7 @@ _CHECKED_TEXTS = 32
 _LEAST_AGREEMENT = 0.4  # of answers that are mostly greedy, far below what the author of the text reaches
 
 
-def load_training_target(
-    spec: str, *, device: str, dtype: str | None, progress: Progress | None = None
-) -> LoadedTarget:
+def load_training_target(spec: str, *, device: str, dtype: str | None, progress: Report | None = None) -> LoadedTarget:
     """The target, frozen, on its device; nothing is packed, because training reads its weights."""
     resolve_device(device)
     place, name = own_device(device), dtype or default_dtype(device)

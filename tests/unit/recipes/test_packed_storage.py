@@ -12,10 +12,17 @@ from blockpilot.core.errors import InputError
 from blockpilot.models.block_codes import BlockCodes
 from blockpilot.models.dflash_format import load_dflash
 from blockpilot.models.eagle3_format import load_eagle3, save_eagle3
-from blockpilot.models.packed_storage import CODES, INT8_BLOCKS, SCALES, STORAGE
 from blockpilot.models.packing import quantize_linears
 from blockpilot.models.shipped import DRAFTERS, shipped_folder
-from blockpilot.models.tensor_files import SINGLE_FILE, read_safetensors_folder, write_safetensors_folder
+from blockpilot.models.tensor_files import (
+    CODES,
+    INT8_BLOCKS,
+    SCALES,
+    SINGLE_FILE,
+    STORAGE,
+    read_safetensors_folder,
+    write_safetensors_folder,
+)
 
 
 def make_tensors() -> dict[str, torch.Tensor]:

@@ -98,10 +98,10 @@ class BlockLinear(nn.Module):
 class BlockNorm(nn.Module):
     """RMSNorm of few tokens as one compiled loop; PyTorch's own takes half a dozen passes on a CPU."""
 
-    def __init__(self, weight: Tensor, eps: float, many: nn.Module) -> None:
+    def __init__(self, many: nn.RMSNorm) -> None:
         super().__init__()
-        self.weight, self.many = weight, many
-        self._values, self._eps = weight.detach().numpy(), np.float32(eps)
+        self.weight, self.many = many.weight, many
+        self._values, self._eps = many.weight.detach().numpy(), np.float32(many.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() != 2 or x.shape[0] > BlockLinear.MAX_TOKENS:
@@ -117,8 +117,7 @@ class BlockNorm(nn.Module):
 def compile_kernels(num_threads: int) -> None:
     """Compile (once per machine; later from Numba's cache) before the first token has to wait for it."""
     layer = BlockLinear(BlockCodes.quantize(np.ones((1, BLOCK), np.float32)), nn.Identity(), num_threads)
-    norm = BlockNorm(torch.ones(BLOCK), 1e-6, nn.Identity())
-    layer(norm(torch.ones(1, BLOCK)))
+    layer(BlockNorm(nn.RMSNorm(BLOCK, 1e-6))(torch.ones(1, BLOCK)))
     torch.set_num_threads(num_threads)  # Numba's pool raises it to the number of cores
 
 

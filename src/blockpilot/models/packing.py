@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
 from blockpilot.models.block_codes import BLOCK, BlockCodes, BlockLinear, BlockNorm, compile_kernels
-from blockpilot.models.decoder import RMSNorm
 
 REVISION = 12  # of how steps run and are timed: raise it when that changes, and step costs are measured anew
 BACKENDS = ("auto", "blocks", "mkldnn", "plain")
@@ -71,8 +70,8 @@ def pack_linears(model: nn.Module, backend: str) -> None:
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(module, name, pack_linear(child, backend))
-            elif isinstance(child, RMSNorm) and backend == "blocks":
-                setattr(module, name, BlockNorm(child.weight, child.eps, child))
+            elif isinstance(child, nn.RMSNorm) and backend == "blocks":
+                setattr(module, name, BlockNorm(child))
 
 
 def quantize_linears(model: nn.Module) -> None:

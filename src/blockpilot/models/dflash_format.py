@@ -13,7 +13,6 @@ from torch import Tensor
 from blockpilot.core.errors import InputError
 from blockpilot.models.config import DecoderConfig, layer_shapes_dict, naming_keys, parse_layer_shapes, require_values
 from blockpilot.models.dflash import DFlash, DFlashConfig
-from blockpilot.models.loading import resolve_folder
 from blockpilot.models.tensor_files import read_safetensors_folder
 from blockpilot.models.weights import (
     NameTable,
@@ -21,7 +20,6 @@ from blockpilot.models.weights import (
     assemble,
     decoder_layer_names,
     disassemble,
-    read_config,
     write_model_folder,
 )
 
@@ -32,10 +30,8 @@ _SUPPORTED |= {"input_embedding_scale": 1, "output_multiplier": 1}
 _TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")  # speculators may store them; never trained
 
 
-def load_dflash(spec: str, dtype: torch.dtype) -> DFlash:
-    """A drafter from a local folder or hub id."""
-    folder = resolve_folder(spec, what="drafter")
-    raw = read_config(folder / "config.json")
+def load_dflash(folder: Path, raw: dict[str, Any], dtype: torch.dtype) -> DFlash:
+    """The drafter in a folder, whose configuration is `raw`."""
     config = parse_dflash_config(raw, str(folder / "config.json"))
     tensors, table = read_safetensors_folder(folder), dflash_names(config)
     ignored = (HEAD_ROWS, *(_TARGET_COPIES if raw.get("speculators_model_type") else ()))
@@ -71,9 +67,6 @@ def dflash_names(config: DFlashConfig) -> NameTable:
 
 
 def parse_dflash_config(raw: dict[str, Any], where: str) -> DFlashConfig:
-    names = raw.get("architectures") or []
-    if not any(name in ARCHITECTURES for name in names):
-        raise InputError(f"{where}: {names} is no DFlash drafter; known: {', '.join(ARCHITECTURES)}")
     if raw.get("speculators_model_type"):
         raw = _from_speculators(raw, where)
     options = raw.get("dflash_config") or {}

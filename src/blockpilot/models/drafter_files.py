@@ -1,5 +1,7 @@
 """A drafter's checkpoint, by the architecture that its config names, and whether it fits a target."""
 
+from pathlib import Path
+
 import torch
 
 from blockpilot.core.errors import InputError
@@ -14,13 +16,22 @@ from blockpilot.models.weights import read_config
 def load_drafter(spec: str, dtype: torch.dtype, *, num_target_layers: int = 0) -> DFlash | Eagle3:
     """From a shipped drafter's name, a folder or a hub id. `num_target_layers` as for `load_eagle3`."""
     folder = resolve_folder(spec, what="drafter")
-    names = read_config(folder / "config.json").get("architectures") or []
+    raw = read_config(folder / "config.json")
+    names = raw.get("architectures") or []
     if any(name in dflash_format.ARCHITECTURES for name in names):
-        return dflash_format.load_dflash(str(folder), dtype)
+        return dflash_format.load_dflash(folder, raw, dtype)
     if any(name in eagle3_format.ARCHITECTURES for name in names):
-        return eagle3_format.load_eagle3(str(folder), dtype, num_target_layers=num_target_layers)
+        return eagle3_format.load_eagle3(folder, raw, dtype, num_target_layers=num_target_layers)
     known = ", ".join(dflash_format.ARCHITECTURES + eagle3_format.ARCHITECTURES)
     raise InputError(f"{folder / 'config.json'}: architectures {names} name no drafter; known: {known}")
+
+
+def save_drafter(model: DFlash | Eagle3, folder: Path) -> None:
+    """Write config.json and model.safetensors in the public format of its kind."""
+    if isinstance(model, Eagle3):
+        eagle3_format.save_eagle3(model, folder)
+    else:
+        dflash_format.save_dflash(model, folder)
 
 
 def check_fit(drafter: DFlashConfig | Eagle3Config, target: DecoderConfig, name: str) -> None:

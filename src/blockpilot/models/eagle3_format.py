@@ -17,7 +17,6 @@ from torch import Tensor
 from blockpilot.core.errors import InputError
 from blockpilot.models.config import DecoderConfig, layer_shapes_dict, parse_layer_shapes, require_values
 from blockpilot.models.eagle3 import NUM_TAPS, Eagle3, Eagle3Config
-from blockpilot.models.loading import resolve_folder
 from blockpilot.models.packing import quantize_linears
 from blockpilot.models.tensor_files import read_safetensors_folder
 from blockpilot.models.weights import (
@@ -26,7 +25,6 @@ from blockpilot.models.weights import (
     assemble,
     decoder_layer_names,
     disassemble,
-    read_config,
     write_model_folder,
 )
 
@@ -37,11 +35,9 @@ VOCABULARY_TENSORS = ("d2t", "t2d")
 _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
 
 
-def load_eagle3(spec: str, dtype: torch.dtype, *, num_target_layers: int) -> Eagle3:
-    """A drafter from a local folder or hub id; the target's depth settles what the checkpoint leaves to defaults."""
-    folder = resolve_folder(spec, what="drafter")
-    where = str(folder / "config.json")
-    config = parse_eagle3_config(read_config(folder / "config.json"), where, num_target_layers=num_target_layers)
+def load_eagle3(folder: Path, raw: dict[str, Any], dtype: torch.dtype, *, num_target_layers: int) -> Eagle3:
+    """The drafter in a folder; the target's depth settles what its configuration `raw` leaves to defaults."""
+    config = parse_eagle3_config(raw, str(folder / "config.json"), num_target_layers=num_target_layers)
     tensors = read_safetensors_folder(folder)
     config = replace(config, has_embedding=EMBEDDING in tensors)
     layer_name = "layers.0" if any(name.startswith("layers.0.") for name in tensors) else "midlayer"
@@ -83,9 +79,6 @@ def eagle3_names(config: Eagle3Config, layer_name: str) -> NameTable:
 
 
 def parse_eagle3_config(raw: dict[str, Any], where: str, *, num_target_layers: int) -> Eagle3Config:
-    names = raw.get("architectures") or []
-    if not any(name in ARCHITECTURES for name in names):
-        raise InputError(f"{where}: {names} is no EAGLE-3 drafter; known: {', '.join(ARCHITECTURES)}")
     require_values(raw, dict.fromkeys(_UNSUPPORTED, False), where)
     require_values(raw.get("eagle_config") or {}, {"use_aux_hidden_state": True}, f"{where}: eagle_config")
     keys = _layer_keys(raw, where)

@@ -12,14 +12,11 @@ from blockpilot.core.errors import InputError
 from blockpilot.core.manifests import read_manifest
 from blockpilot.core.progress import Report
 from blockpilot.models.decoder import Decoder
-from blockpilot.models.dflash import DFlash
-from blockpilot.models.dflash_format import save_dflash
-from blockpilot.models.eagle3 import Eagle3
-from blockpilot.models.eagle3_format import save_eagle3
+from blockpilot.models.drafter_files import save_drafter
 from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.training.checkpoints import read_log
 from blockpilot.training.dflash_training import DFlashTraining
-from blockpilot.training.distributed import Group, join_group, own_device
+from blockpilot.training.distributed import join_group, own_device
 from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.drafters import build_dflash, build_eagle3
 from blockpilot.training.eagle3_training import Eagle3Training
@@ -65,7 +62,9 @@ def train_drafter(
     with join_group(device) as group:
         trainer = Trainer(objective, texts, run, out=out, group=group, identity=identity)
         trainer.run(report)
-    _save(objective.model, out, group)
+    if group.rank == 0:
+        save_drafter(objective.model.to(torch.bfloat16), out / "drafter")
+        draw_curve(out)
     return {
         "drafter": str(out / "drafter"),
         "steps": run.steps,
@@ -73,17 +72,6 @@ def train_drafter(
         "num_parameters": sum(parameter.numel() for parameter in objective.model.parameters()),
         "evaluation": next((row["evaluation"] for row in reversed(list(read_log(out))) if "evaluation" in row), {}),
     }
-
-
-def _save(model: DFlash | Eagle3, out: Path, group: Group) -> None:
-    if group.rank:
-        return
-    model.to(torch.bfloat16)
-    if isinstance(model, Eagle3):
-        save_eagle3(model, out / "drafter")
-    else:
-        save_dflash(model, out / "drafter")
-    draw_curve(out)
 
 
 def _build_objective(

@@ -26,6 +26,11 @@ class LoadedTarget:
     name: str  # as the user gave it
     path: Path  # the file or folder it was read from
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer: the tokenizer's, or what the model's configuration says."""
+        return self.tokenizer.eos_token_ids or self.decoder.config.eos_token_ids
+
 
 def load_target(spec: str, dtype: torch.dtype, progress: Report | None = None) -> LoadedTarget:
     """Find, fetch where needed, and load a target with its tokenizer, on the CPU."""

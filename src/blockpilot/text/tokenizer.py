@@ -77,10 +77,6 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self.chat_template is not None
-
     @cached_property
     def special_ids(self) -> frozenset[int]:
         added = self.backend.get_added_tokens_decoder()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.gpu.device import has_triton
+from blockpilot.gpu.device import graph_pool, has_triton
 from blockpilot.models.decoder import Attend, Decoder
 from blockpilot.training.dense_attention import PrefillAttention, StaticCacheAttention
 
@@ -64,7 +64,7 @@ class BulkGenerator:
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self._steps: dict[int, Callable[[], None]] = {}
         self._has_kernel = self.device.type == "cuda" and has_triton()
-        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._pool = graph_pool(self.device)
 
     @torch.inference_mode()
     def run(self, source: Iterator[Row]) -> Iterator[Row]:

@@ -115,7 +115,7 @@ def frequent_tokens(count: int, target: LoadedTarget, texts: ResponseSet) -> Ten
     """The `count` token ids that answers use most, ascending; the ends of an answer are among them."""
     config = target.decoder.config
     counts = texts.count_answer_tokens(config.vocab_size).float()
-    counts[list(target.tokenizer.eos_token_ids or config.eos_token_ids)] = float("inf")
+    counts[list(target.eos_token_ids)] = float("inf")
     return counts.topk(count).indices.sort().values
 
 

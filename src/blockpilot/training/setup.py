@@ -15,13 +15,11 @@ from blockpilot.models.decoder import Decoder
 from blockpilot.models.drafter_files import save_drafter
 from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.training.checkpoints import read_log
-from blockpilot.training.dflash_training import DFlashTraining
 from blockpilot.training.distributed import join_group, own_device
 from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.drafters import build_dflash, build_eagle3
-from blockpilot.training.eagle3_training import Eagle3Training
 from blockpilot.training.figure import draw_curve
-from blockpilot.training.objective import DrafterTraining
+from blockpilot.training.objectives import DFlashTraining, DrafterTraining, Eagle3Training
 from blockpilot.training.responses import ResponseSet, read_responses
 from blockpilot.training.text_passes import read_taps
 from blockpilot.training.trainer import Trainer
@@ -53,15 +51,15 @@ def train_drafter(
     texts, held_out = split_texts(read_responses(data), run.limit_texts)
     agreement = check_data(target.decoder, texts, width=run.width)
     torch.manual_seed(run.seed)
-    objective = _build_objective(run, target, texts, held_out)
-    identity = {
-        "target": target.name,
-        "data": (read_manifest(data) or {}).get("config"),
-        "num_texts": len(texts),
-    }
+    objective: DrafterTraining
+    if run.kind == "eagle3":
+        objective = Eagle3Training(build_eagle3(run, target, texts).to(device), target.decoder, run, held_out)
+    else:
+        objective = DFlashTraining(build_dflash(run, target, texts).to(device), target.decoder, run, held_out)
+    source = (read_manifest(data) or {}).get("config")
+    identity = {"target": target.name, "data": source, "num_texts": len(texts)}
     with join_group(device) as group:
-        trainer = Trainer(objective, texts, run, out=out, group=group, identity=identity)
-        trainer.run(report)
+        Trainer(objective, texts, run, out=out, group=group, identity=identity).run(report)
     if group.rank == 0:
         save_drafter(objective.model.to(torch.bfloat16), out / "drafter")
         draw_curve(out)
@@ -72,16 +70,6 @@ def train_drafter(
         "num_parameters": sum(parameter.numel() for parameter in objective.model.parameters()),
         "evaluation": next((row["evaluation"] for row in reversed(list(read_log(out))) if "evaluation" in row), {}),
     }
-
-
-def _build_objective(
-    run: DrafterRun, target: LoadedTarget, texts: ResponseSet, held_out: ResponseSet
-) -> DrafterTraining:
-    decoder = target.decoder
-    device = decoder.embed_tokens.weight.device
-    if run.kind == "eagle3":
-        return Eagle3Training(build_eagle3(run, target, texts).to(device), decoder, run, held_out)
-    return DFlashTraining(build_dflash(run, target, texts).to(device), decoder, run, held_out)
 
 
 def check_data(decoder: Decoder, data: ResponseSet, *, width: int) -> float:

@@ -6,7 +6,8 @@ contract of the engine's passes (`models/decoder.py`); the functions for it stan
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,8 @@ from torch import Tensor
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.eagle3 import Eagle3
-from blockpilot.training.blocks import Blocks, block_mask
 from blockpilot.training.dense_attention import BlockAttention, CausalAttention, UnrollAttention
+from blockpilot.training.responses import TextBatch
 
 Embed = Callable[[Tensor], Tensor]
 
@@ -38,17 +39,59 @@ def read_taps(decoder: Decoder, ids: Tensor, tap_layers: tuple[int, ...]) -> tup
     return hidden, taps
 
 
-class TargetEnds(NamedTuple):
-    """Both ends of the target: a DFlash drafter has no embedding and no head of its own."""
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks to learn from, or to judge by: anchors inside answers.
 
-    embed: Embed
-    head: Tensor  # [rows, H], only the rows that the drafter looks at
+    Everything is static in shape, so that the training step compiles once. A block shorter than the full size is the
+    same tensor with its tail hidden: that is how mixed block sizes train together.
+    """
 
-    @classmethod
-    def of(cls, model: DFlash, decoder: Decoder) -> "TargetEnds":
-        weight = decoder.lm_head.weight.detach()
-        rows = model.draft_token_ids
-        return cls(decoder.embed_tokens, weight if rows is None else weight[rows.to(weight.device)])
+    anchors: Tensor  # [B, A] position of each block's anchor
+    anchor_ids: Tensor  # [B, A] the token there
+    sizes: Tensor  # [B, A] block size, 2 .. full
+    labels: Tensor  # [B, A, full - 1] the text's own tokens behind the anchor
+    is_valid: Tensor  # [B, A, full - 1] inside the text and inside the block
+
+    @property
+    def full_size(self) -> int:
+        return self.labels.shape[-1] + 1
+
+
+def sample_blocks(texts: TextBatch, *, uniform: Tensor, full_size: int, min_size: int) -> Blocks:
+    """Anchors uniform over each answer, sizes uniform from `min_size` to `full_size`.
+
+    `uniform` [B, A, 2] holds the random numbers in [0, 1): for each block one for its anchor and one for its size.
+    """
+    # from the first answer token to the last but one, behind which there is something to draft
+    room = (texts.lengths - 1 - texts.prompt_lengths).clamp(min=1)[:, None]
+    anchors = texts.prompt_lengths[:, None] + (uniform[..., 0] * room).long()
+    sizes = min_size + (uniform[..., 1] * (full_size - min_size + 1)).long()
+    return make_blocks(texts, anchors=anchors.clamp(max=texts.ids.shape[1] - 1), sizes=sizes, full_size=full_size)
+
+
+def make_blocks(texts: TextBatch, *, anchors: Tensor, sizes: Tensor, full_size: int) -> Blocks:
+    """Blocks at chosen anchors [B, A], with their labels."""
+    ids = texts.ids
+    steps = torch.arange(1, full_size, device=ids.device)
+    places = anchors[..., None] + steps  # [B, A, full - 1]
+    labels = ids[:, None].expand(-1, anchors.shape[1], -1).gather(2, places.clamp(max=ids.shape[1] - 1))
+    is_valid = (places < texts.lengths[:, None, None]) & (steps < sizes[..., None])
+    return Blocks(anchors, ids.gather(1, anchors), sizes, labels, is_valid)
+
+
+def block_mask(blocks: Blocks, width: int) -> Tensor:
+    """[B, A * full, width + A * full]: context strictly before the anchor, and the block's own visible tokens."""
+    num_blocks = blocks.anchors.shape[1]
+    full, device = blocks.full_size, blocks.anchors.device
+    anchors = blocks.anchors.repeat_interleave(full, dim=1)  # [B, A * full]
+    context = torch.arange(width, device=device) < anchors[..., None]
+    owner = torch.arange(num_blocks, device=device).repeat_interleave(full)
+    offset = torch.arange(full, device=device).repeat(num_blocks)
+    visible = offset < blocks.sizes.repeat_interleave(full, dim=1)  # [B, A * full], as keys
+    own = (owner[:, None] == owner) & visible[:, None]
+    own = own | torch.eye(num_blocks * full, dtype=torch.bool, device=device)  # hidden queries must see something
+    return torch.cat((context, own), dim=-1)
 
 
 def draft_hidden(model: DFlash, embed: Embed, taps: Tensor, blocks: Blocks) -> Tensor:
@@ -83,6 +126,12 @@ def unroll(model: Eagle3, embed: Embed, taps: Tensor, ids: Tensor, *, num_steps:
         found.append(model.logits(outputs).view(batch_size, width - 1, -1))
         hidden = F.pad(outputs.view(batch_size, width - 1, -1)[:, :-1], (0, 0, 1, 0))
     return found
+
+
+def head_weight(model: DFlash, decoder: Decoder) -> Tensor:
+    """The rows of the target's head [rows, H] that a DFlash drafter looks at: it has no head of its own."""
+    weight, rows = decoder.lm_head.weight.detach(), model.draft_token_ids
+    return weight if rows is None else weight[rows.to(weight.device)]
 
 
 def own_embedding(model: Eagle3, decoder: Decoder) -> Embed:

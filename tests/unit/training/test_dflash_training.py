@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from blockpilot.models.dflash import DFlash
-from blockpilot.training.blocks import make_blocks
-from blockpilot.training.dflash_training import pace_weights, position_weights
 from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.drafters import initialise
 from blockpilot.training.evaluation import evaluate_drafter
-from blockpilot.training.text_passes import draft_hidden, mixed_precision, read_taps
+from blockpilot.training.objectives import pace_weights, position_weights
+from blockpilot.training.text_passes import draft_hidden, make_blocks, mixed_precision, read_taps
 from tests.unit.training.pieces import WIDTH, counting_texts, cycling_texts, make_objective, make_trainer
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from blockpilot.training.eagle3_training import STEP_DECAY, eagle3_loss
+from blockpilot.training.objectives import STEP_DECAY, eagle3_loss
 from blockpilot.training.responses import Response, ResponseSet
 from blockpilot.training.text_passes import head_rows, own_embedding, read_taps, unroll
 from tests.support import causal_attend

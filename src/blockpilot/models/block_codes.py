@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-BLOCK = 32
-GROUP = 16  # rows that the kernel takes side by side
+BLOCK = 32  # weights that share a scale and an offset
+GROUP = 16  # rows that the kernel takes side by side: the lanes of one vector
 
 
 @dataclass(frozen=True)

@@ -83,10 +83,11 @@ def parse_decoder_config(raw: dict[str, Any], where: str) -> DecoderConfig:
     if architecture is None:
         found = names or raw.get("model_type")
         raise InputError(f"{where}: architecture {found} is not supported; known: {', '.join(ARCHITECTURES)}")
+    ends = raw.get("eos_token_id")
     return DecoderConfig(
         architecture=architecture,
         is_tied=bool(raw.get("tie_word_embeddings", False)),
-        eos_token_ids=_as_ids(raw.get("eos_token_id")),
+        eos_token_ids=(ends,) if isinstance(ends, int) else tuple(ends or ()),
         bos_token_id=raw.get("bos_token_id"),
         moe=_parse_moe(raw, where) if architecture == "qwen3_moe" else None,
         **parse_layer_shapes(raw, where),
@@ -155,12 +156,6 @@ def _parse_moe(raw: dict[str, Any], where: str) -> MoeConfig:
         )
 
 
-def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
 def decoder_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Our configuration as a Hugging Face config.json: the inverse of `parse_decoder_config`."""
     names = {ours: theirs for theirs, ours in ARCHITECTURES.items()}
@@ -171,11 +166,20 @@ def decoder_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, 
         "dtype": dtype_name,
         "torch_dtype": dtype_name,
         "bos_token_id": config.bos_token_id,
-        "eos_token_id": _single_or_list(config.eos_token_ids),
+        "eos_token_id": single_or_list(config.eos_token_ids),
         "tie_word_embeddings": config.is_tied,
     }
     raw |= layer_shapes_dict(config)
-    return raw if config.moe is None else raw | _moe_dict(config.moe)
+    if (moe := config.moe) is not None:
+        raw |= {
+            "num_experts": moe.num_experts,
+            "num_experts_per_tok": moe.num_active,
+            "moe_intermediate_size": moe.intermediate_size,
+            "norm_topk_prob": moe.is_normalized,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(moe.dense_layers),
+        }
+    return raw
 
 
 def layer_shapes_dict(config: DecoderConfig) -> dict[str, Any]:
@@ -208,18 +212,6 @@ def _rope_dict(rope: RopeConfig) -> dict[str, Any]:
     }
 
 
-def _moe_dict(moe: MoeConfig) -> dict[str, Any]:
-    return {
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.num_active,
-        "moe_intermediate_size": moe.intermediate_size,
-        "norm_topk_prob": moe.is_normalized,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(moe.dense_layers),
-    }
-
-
-def _single_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
-    if not ids:
-        return None
-    return ids[0] if len(ids) == 1 else list(ids)
+def single_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
+    """Token ids as configs hold them."""
+    return ids[0] if len(ids) == 1 else list(ids) or None

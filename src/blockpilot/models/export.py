@@ -17,6 +17,7 @@ from blockpilot.core.config import cache_dir
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import ensure_folder, write_text
 from blockpilot.core.progress import Report
+from blockpilot.models.config import single_or_list
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.drafter_files import load_drafter, save_drafter
 from blockpilot.models.loading import LoadedTarget, load_target
@@ -84,11 +85,11 @@ def check_destination(out: Path) -> None:
 def _write_files(target: LoadedTarget, folder: Path) -> None:
     save_decoder_folder(target.decoder, folder)
     target.tokenizer.save(folder)
-    tokenizer, ends = target.tokenizer, list(target.tokenizer.eos_token_ids)
+    tokenizer = target.tokenizer
     padding = tokenizer.special_tokens.get("pad_token")
     values = {
         "bos_token_id": target.decoder.config.bos_token_id,
-        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "eos_token_id": single_or_list(tokenizer.eos_token_ids),
         "pad_token_id": tokenizer.backend.token_to_id(padding) if padding else None,
     }
     generation = {"do_sample": False} | {key: value for key, value in values.items() if value is not None}

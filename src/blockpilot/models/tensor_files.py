@@ -118,6 +118,8 @@ def write_safetensors_folder(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write all tensors, in one file where they fit and else in shards with an index; older weight files go."""
+    from safetensors.torch import save_file
+
     ensure_folder(folder)
     shards = _plan_shards(tensors, max_shard_bytes)
     count = len(shards)
@@ -125,10 +127,21 @@ def write_safetensors_folder(
     if count == 1:
         names = [SINGLE_FILE]
     for name, members in zip(names, shards, strict=True):
-        _write_file(folder / name, {member: tensors[member] for member in members}, metadata)
+        with atomic_path(folder / name) as temporary:
+            plain = {member: tensors[member].detach().contiguous() for member in members}
+            save_file(plain, str(temporary), metadata=dict(metadata))
     if count > 1:
-        _write_index(folder, dict(zip(names, shards, strict=True)), tensors)
-    _remove_older(folder, keep={*names, INDEX_FILE} if count > 1 else set(names))
+        content = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+            "weight_map": {member: name for name, members in zip(names, shards, strict=True) for member in members},
+        }
+        write_text(folder / INDEX_FILE, json.dumps(content, indent=2) + "\n")
+    else:
+        (folder / INDEX_FILE).unlink(missing_ok=True)
+    # a folder with both forms of weights would be read differently by different programs
+    for path in folder.glob("model*.safetensors"):
+        if path.name not in names:
+            path.unlink()
 
 
 def _plan_shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[list[str]]:
@@ -141,26 +154,3 @@ def _plan_shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[li
         shards[-1].append(name)
         room -= tensor.nbytes
     return shards
-
-
-def _write_file(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
-    from safetensors.torch import save_file
-
-    with atomic_path(path) as temporary:
-        plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        save_file(plain, str(temporary), metadata=dict(metadata))
-
-
-def _write_index(folder: Path, shards: dict[str, list[str]], tensors: Mapping[str, Tensor]) -> None:
-    content = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-        "weight_map": {member: name for name, members in shards.items() for member in members},
-    }
-    write_text(folder / INDEX_FILE, json.dumps(content, indent=2) + "\n")
-
-
-def _remove_older(folder: Path, keep: set[str]) -> None:
-    """A folder with both forms of weights would be read differently by different programs."""
-    for path in [*folder.glob("model*.safetensors"), folder / INDEX_FILE]:
-        if path.name not in keep:
-            path.unlink(missing_ok=True)

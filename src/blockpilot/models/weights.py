@@ -134,14 +134,10 @@ def _read_parts(
 
 def _check_names(table: NameTable, tensors: Mapping[str, Tensor], *, where: str, ignored: set[str]) -> None:
     wanted = {source.name for sources in table.values() for source in sources}
-    missing = sorted(wanted - set(tensors))
-    unexpected = sorted(name for name in set(tensors) - wanted - ignored if not name.endswith("rotary_emb.inv_freq"))
-    complaints = []
-    if missing:
-        complaints.append(f"missing tensors: {_shorten(missing)}")
-    if unexpected:
-        complaints.append(f"unexpected tensors: {_shorten(unexpected)}")
-    if complaints:
+    left = set(tensors) - wanted - ignored
+    unexpected = sorted(name for name in left if not name.endswith("rotary_emb.inv_freq"))
+    found = {"missing": sorted(wanted - set(tensors)), "unexpected": unexpected}
+    if complaints := [f"{what} tensors: {_shorten(names)}" for what, names in found.items() if names]:
         raise InputError(f"{where}: {'; '.join(complaints)}; the weights do not belong to this configuration")
 
 

@@ -37,7 +37,11 @@ _PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
 
 def build_backend(fields: Mapping[str, Any], where: str) -> Backend:
     """The tokenizer of `tokenizer.ggml.*` fields; `where` names the file in errors."""
-    pre = _check_kind(fields, where)
+    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
+    if kind != "gpt2":
+        raise InputError(f"{where}: tokenizer model {kind!r} is not supported; only byte-level BPE ('gpt2') is")
+    if pre not in _PRE_TOKENIZERS:
+        raise InputError(f"{where}: pre-tokenizer {pre!r} is not supported; known: {', '.join(_PRE_TOKENIZERS)}")
     tokens, types = _required(fields, "tokens", where), _required(fields, "token_type", where)
     if len(tokens) != len(types):
         raise InputError(f"{where}: {len(tokens)} tokens but {len(types)} token types; the file is damaged")
@@ -49,10 +53,7 @@ def build_backend(fields: Mapping[str, Any], where: str) -> Backend:
         model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre == "llama-bpe")
     except Exception as error:  # the library raises plain Exception
         raise InputError(f"{where}: vocabulary and merges do not fit together ({error})") from error
-    return _finish(Backend(model), pre=pre, tokens=tokens, types=types)
-
-
-def _finish(backend: Backend, *, pre: str, tokens: list[str], types: list[int]) -> Backend:
+    backend = Backend(model)
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _PRE_TOKENIZERS[pre]
@@ -63,16 +64,6 @@ def _finish(backend: Backend, *, pre: str, tokens: list[str], types: list[int]) 
     # user-defined tokens (<think>) are matched whole too, but belong to the visible text
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in defined])
     return backend
-
-
-def _check_kind(fields: Mapping[str, Any], where: str) -> str:
-    model = fields.get("tokenizer.ggml.model")
-    if model != "gpt2":
-        raise InputError(f"{where}: tokenizer model {model!r} is not supported; only byte-level BPE ('gpt2') is")
-    pre = fields.get("tokenizer.ggml.pre")
-    if pre not in _PRE_TOKENIZERS:
-        raise InputError(f"{where}: pre-tokenizer {pre!r} is not supported; known: {', '.join(_PRE_TOKENIZERS)}")
-    return str(pre)
 
 
 def _required(fields: Mapping[str, Any], key: str, where: str) -> list[Any]:

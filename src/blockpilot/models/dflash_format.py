@@ -56,7 +56,7 @@ def dflash_names(config: DFlashConfig) -> NameTable:
     same = ["fc.weight", "hidden_norm.weight", "norm.weight"]
     table: NameTable = {}
     for index in range(config.layers.num_layers):
-        table |= decoder_layer_names("", index, config.layers)
+        table |= decoder_layer_names(f"layers.{index}.", f"layers.{index}.", index, config.layers)
         if config.is_second_generation:
             convs = [f"layers.{index}.{name}" for name in ("attention_conv", "mlp_conv")]
             same += [f"{conv}.{part}" for conv in convs for part in ("base_kernel", "kernel_projection.weight")]

@@ -67,12 +67,7 @@ def save_eagle3(model: Eagle3, folder: Path) -> None:
 
 def eagle3_names(config: Eagle3Config, layer_name: str) -> NameTable:
     """Which checkpoint tensors make up each parameter; `layer_name` is what the checkpoint calls its layer."""
-    table: NameTable = {
-        name.replace("layers.0", "midlayer"): [
-            Source(source.name.replace("layers.0", layer_name), source.num_rows) for source in sources
-        ]
-        for name, sources in decoder_layer_names("", 0, config.layers).items()
-    }
+    table = decoder_layer_names("midlayer.", f"{layer_name}.", 0, config.layers)
     table["midlayer.hidden_norm.weight"] = [Source(f"{layer_name}.hidden_norm.weight")]
     same = ["fc.weight", "norm.weight", "lm_head.weight"] + ([EMBEDDING] if config.has_embedding else [])
     return table | {name: [Source(name)] for name in same}

@@ -43,16 +43,14 @@ def decoder_names(config: DecoderConfig) -> NameTable:
         "norm.weight": [Source("model.norm.weight")],
     }
     for index in range(config.num_layers):
-        table |= decoder_layer_names("model.", index, config)
+        table |= decoder_layer_names(f"layers.{index}.", f"model.layers.{index}.", index, config)
     if not config.is_tied:
         table["lm_head.weight"] = [Source("lm_head.weight")]
     return table
 
 
-def decoder_layer_names(prefix: str, index: int, config: DecoderConfig) -> NameTable:
-    """One layer: `layers.{index}.*` of ours from `{prefix}layers.{index}.*` of the checkpoint."""
-    ours = f"layers.{index}."
-    theirs = prefix + ours
+def decoder_layer_names(ours: str, theirs: str, index: int, config: DecoderConfig) -> NameTable:
+    """One layer, by the beginnings of our names and of the checkpoint's."""
     query_rows, key_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     plain = ["input_layernorm", "post_attention_layernorm", "self_attn.o_proj"]
     if config.has_qk_norm:

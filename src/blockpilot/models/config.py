@@ -184,6 +184,12 @@ def decoder_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, 
 
 def layer_shapes_dict(config: DecoderConfig) -> dict[str, Any]:
     """The keys that targets and drafters share."""
+    rope = config.rope
+    scaling: dict[str, Any] = {"rope_type": rope.kind}
+    if rope.kind == "linear":
+        scaling |= {"factor": rope.factor}
+    elif rope.kind == "llama3":
+        scaling |= {theirs: getattr(rope, ours) for ours, theirs in _ROPE_KEYS.items()}
     return {
         **{theirs: getattr(config, ours) for ours, theirs in _SHAPE_KEYS.items()},
         "num_key_value_heads": config.num_kv_heads,
@@ -195,17 +201,6 @@ def layer_shapes_dict(config: DecoderConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
-        **_rope_dict(config.rope),
-    }
-
-
-def _rope_dict(rope: RopeConfig) -> dict[str, Any]:
-    scaling: dict[str, Any] = {"rope_type": rope.kind}
-    if rope.kind == "linear":
-        scaling["factor"] = rope.factor
-    elif rope.kind == "llama3":
-        scaling |= {theirs: getattr(rope, ours) for ours, theirs in _ROPE_KEYS.items()}
-    return {
         "rope_theta": rope.theta,
         "rope_scaling": None if rope.kind == "default" else scaling,
         "rope_parameters": {"rope_theta": rope.theta, **scaling},

@@ -31,10 +31,6 @@ class DFlashConfig:
     selector_rank: int = 0  # 0: no selector
     selector_top_k: int = 16
 
-    @property
-    def is_second_generation(self) -> bool:
-        return self.conv_kernel_size > 0
-
 
 class BlockConvolution(nn.Module):
     """Two-tap grouped dynamic convolution along the block, before and after one sublayer.
@@ -82,7 +78,7 @@ class DraftLayer(DecoderLayer):
         super().__init__(config.layers, index)
         self.attention_conv: BlockConvolution | None = None
         self.mlp_conv: BlockConvolution | None = None
-        if config.is_second_generation:
+        if config.conv_kernel_size:
             shape = (config.layers.hidden_size, config.conv_kernel_size, config.conv_group_size)
             self.attention_conv, self.mlp_conv = BlockConvolution(*shape), BlockConvolution(*shape)
 

@@ -57,7 +57,7 @@ def dflash_names(config: DFlashConfig) -> NameTable:
     table: NameTable = {}
     for index in range(config.layers.num_layers):
         table |= decoder_layer_names(f"layers.{index}.", f"layers.{index}.", index, config.layers)
-        if config.is_second_generation:
+        if config.conv_kernel_size:
             convs = [f"layers.{index}.{name}" for name in ("attention_conv", "mlp_conv")]
             same += [f"{conv}.{part}" for conv in convs for part in ("base_kernel", "kernel_projection.weight")]
     if config.selector_rank:
@@ -88,11 +88,11 @@ def parse_dflash_config(raw: dict[str, Any], where: str) -> DFlashConfig:
 def dflash_config_dict(config: DFlashConfig, dtype: torch.dtype) -> dict[str, Any]:
     shapes = config.layers
     options: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.tap_layers)}
-    if config.is_second_generation:
+    if config.conv_kernel_size:
         options |= {"conv_kernel_size": config.conv_kernel_size, "conv_group_size": config.conv_group_size}
     if config.selector_rank:
         options |= {"selector_rank": config.selector_rank, "selector_top_k": config.selector_top_k}
-    is_second = config.is_second_generation or config.selector_rank
+    is_second = config.conv_kernel_size or config.selector_rank
     return {
         "architectures": ["DFlash2DraftModel" if is_second else "DFlashDraftModel"],
         "model_type": "qwen3",

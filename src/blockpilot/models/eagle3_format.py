@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.config import DecoderConfig, layer_shapes_dict, parse_layer_shapes, require_values
+from blockpilot.models.config import DecoderConfig, layer_shapes_dict, naming_keys, parse_layer_shapes, require_values
 from blockpilot.models.eagle3 import NUM_TAPS, Eagle3, Eagle3Config
 from blockpilot.models.packing import quantize_linears
 from blockpilot.models.tensor_files import read_safetensors_folder
@@ -58,8 +58,7 @@ def load_eagle3(folder: Path, raw: dict[str, Any], dtype: torch.dtype, *, num_ta
 def save_eagle3(model: Eagle3, folder: Path) -> None:
     """Write config.json and model.safetensors in the public format."""
     ids = model.draft_token_ids.cpu()
-    mask = torch.zeros(model.config.layers.vocab_size, dtype=torch.bool)
-    mask[ids] = True
+    mask = torch.isin(torch.arange(model.config.layers.vocab_size), ids)
     tensors = disassemble(model, eagle3_names(model.config, "midlayer"))
     tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": mask}
     write_model_folder(folder, tensors, eagle3_config_dict(model.config, model.norm.weight.dtype))
@@ -76,9 +75,10 @@ def eagle3_names(config: Eagle3Config, layer_name: str) -> NameTable:
 def parse_eagle3_config(raw: dict[str, Any], where: str, *, num_target_layers: int) -> Eagle3Config:
     require_values(raw, dict.fromkeys(_UNSUPPORTED, False), where)
     require_values(raw.get("eagle_config") or {}, {"use_aux_hidden_state": True}, f"{where}: eagle_config")
-    keys = _layer_keys(raw, where)
+    with naming_keys(where):  # the shapes of the layer stand at the top, or in speculators' own section
+        keys = dict(raw["transformer_layer_config"] if raw.get("speculators_model_type") else raw)
+    require_values(keys, {"model_type": "llama", "num_hidden_layers": 1}, where)
     shapes = parse_layer_shapes(keys, where)
-    require_values(keys, {"num_hidden_layers": 1}, where)
     depth = int(raw.get("num_target_layers") or num_target_layers)
     config = Eagle3Config(
         layers=DecoderConfig(architecture="llama", is_tied=False, **shapes),
@@ -116,17 +116,6 @@ def eagle3_config_dict(config: Eagle3Config, dtype: torch.dtype) -> dict[str, An
     }
 
 
-def _layer_keys(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """Where the shapes of the layer stand: at the top, or in speculators' own section."""
-    keys = raw
-    if raw.get("speculators_model_type"):
-        keys = raw.get("transformer_layer_config") or {}
-        if not keys:
-            raise InputError(f"{where}: key 'transformer_layer_config' is missing")
-    require_values(keys, {"model_type": "llama"}, where)
-    return keys
-
-
 def _tap_layers(raw: dict[str, Any], where: str, depth: int) -> tuple[int, ...]:
     """Output ids of the tap layers; the two keys that may name them must agree."""
     by_input = raw.get(TAP_KEY) or raw.get("aux_hidden_state_layer_ids")  # newer speculators drop the prefix
@@ -155,8 +144,7 @@ def _read_vocabulary(tensors: Mapping[str, Tensor], config: Eagle3Config, where:
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) != len(ids):
         raise InputError(f"{where}: d2t names ids twice or outside the vocabulary of {vocab_size}")
     if "t2d" in tensors:
-        mask = torch.zeros(vocab_size, dtype=torch.bool)
-        mask[ids] = True
+        mask = torch.isin(torch.arange(vocab_size), ids)
         if tensors["t2d"].shape != mask.shape or not torch.equal(tensors["t2d"].to(torch.bool), mask):
             raise InputError(f"{where}: t2d and d2t name different tokens")
     return ids

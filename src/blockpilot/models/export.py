@@ -19,8 +19,7 @@ from blockpilot.core.files import ensure_folder, write_text
 from blockpilot.core.progress import Report
 from blockpilot.models.config import single_or_list
 from blockpilot.models.dflash import DFlash
-from blockpilot.models.drafter_files import load_drafter, save_drafter
-from blockpilot.models.loading import LoadedTarget, load_target
+from blockpilot.models.loading import LoadedTarget, load_drafter, load_target, save_drafter
 from blockpilot.models.shipped import DRAFTERS
 from blockpilot.models.weights import save_decoder_folder
 

@@ -37,9 +37,14 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     """Name -> tensor over all weight files of a folder; tensors are read when they are asked for."""
 
     def __init__(self, files: list[Path]) -> None:
+        from safetensors import SafetensorError, safe_open
+
         self._sources: dict[str, tuple[Path, Any, list[str]]] = {}  # name -> file, its handle, stored tensors
         for path in files:
-            handle = _open_file(path)
+            try:
+                handle: Any = safe_open(str(path), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise InputError(f"{path} is truncated or no safetensors file ({error}); fetch it again") from error
             stored = _stored_names(list(handle.keys()), handle.metadata() or {}, str(path))
             self._sources |= {name: (path, handle, parts) for name, parts in stored.items()}
         self.is_packed = any(len(parts) > 1 for _, _, parts in self._sources.values())
@@ -99,15 +104,6 @@ def _indexed_files(index: Path) -> list[Path]:
     if missing:
         raise InputError(f"{index.parent}: weight files are missing: {', '.join(missing)}; fetch the model again")
     return [index.parent / name for name in names]
-
-
-def _open_file(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(str(path), framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} is truncated or no safetensors file ({error}); fetch it again") from error
 
 
 def write_safetensors_folder(

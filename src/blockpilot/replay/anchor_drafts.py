@@ -199,22 +199,19 @@ class AnchorDrafts:
 
     def _hidden(self, size: int) -> Iterator[Tensor]:
         """Hidden states [n, D, H] behind the anchors of all blocks in order, pass by pass."""
-        scores_per_block = self.drafter.model.config.layers.num_heads * size * (self.ids.shape[1] + size)
-        count = max(1, SCORES_PER_PASS[self.drafter.device.type] // scores_per_block)
+        drafter = self.drafter
+        scores_per_block = drafter.model.config.layers.num_heads * size * (self.ids.shape[1] + size)
+        count = max(1, SCORES_PER_PASS[drafter.device.type] // scores_per_block)
+        offsets = torch.arange(size, device=drafter.device)
         for blocks in self.blocks.passes(count):
-            yield self._run(blocks, size)[blocks.rows, 1:]
-
-    def _run(self, blocks: BlockPass, size: int) -> Tensor:
-        """Hidden states [S * N, B, H] of the blocks of one pass."""
-        drafter, places = self.drafter, blocks.anchors
-        offsets = torch.arange(size, device=places.device)
-        block_ids = torch.full((*places.shape, size), drafter.model.config.mask_token_id, device=places.device)
-        block_ids[..., 0] = self.ids[blocks.texts].gather(1, places)
-        context = [(keys[blocks.texts], values[blocks.texts]) for keys, values in self.context]
-        attend = AnchorAttention(context, places, reach=blocks.reach)
-        positions = (places[..., None] + offsets).flatten()
-        hidden = drafter.model(drafter.embed(block_ids.flatten()), positions, attend, offsets.repeat(places.numel()))
-        return hidden.view(places.numel(), size, -1)
+            places = blocks.anchors  # [S, N]
+            block_ids = torch.full((*places.shape, size), drafter.model.config.mask_token_id, device=places.device)
+            block_ids[..., 0] = self.ids[blocks.texts].gather(1, places)
+            embeddings, positions = drafter.embed(block_ids.flatten()), (places[..., None] + offsets).flatten()
+            context = [(keys[blocks.texts], values[blocks.texts]) for keys, values in self.context]
+            attend = AnchorAttention(context, places, reach=blocks.reach)
+            hidden = drafter.model(embeddings, positions, attend, offsets.repeat(places.numel()))
+            yield hidden.view(places.numel(), size, -1)[blocks.rows, 1:]
 
     def _noise(self, blocks: slice, num_depths: int) -> Tensor | None:
         """Noise [n, D, V] of the tokens behind some anchors."""

@@ -86,8 +86,7 @@ class BulkGenerator:
         return min(self.capacity, -(-(longest + self.refill_every + 1) // _WINDOW_STEP) * _WINDOW_STEP)
 
     def _step(self, window: int) -> None:
-        attend = self._attention(window)
-        hidden, _ = self.decoder(self.tokens, self.positions, attend)
+        hidden, _ = self.decoder(self.tokens, self.positions, self._attention(window))
         logits = self.decoder.logits(hidden).float()
         self.tokens.copy_(self._sample(logits, self.temperatures))
         self.positions.add_(1).clamp_(max=self.capacity - 1)

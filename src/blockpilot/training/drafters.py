@@ -9,9 +9,8 @@ from torch import Tensor
 from blockpilot.core.errors import InputError
 from blockpilot.models.config import DecoderConfig
 from blockpilot.models.dflash import DFlash, DFlashConfig, DraftLayer
-from blockpilot.models.drafter_files import check_fit, load_drafter
 from blockpilot.models.eagle3 import Eagle3, Eagle3Config
-from blockpilot.models.loading import LoadedTarget
+from blockpilot.models.loading import LoadedTarget, check_fit, load_drafter
 from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.responses import ResponseSet
 

@@ -24,7 +24,6 @@ from blockpilot.training.text_passes import (
     head_rows,
     head_weight,
     make_blocks,
-    own_embedding,
     read_taps,
     unroll,
 )
@@ -91,7 +90,7 @@ def _draft_chains(model: Eagle3, decoder: Decoder, taps: Tensor, texts: TextBatc
     starts, ends = texts.prompt_lengths[:, None] - 1, texts.lengths[:, None] - 1
     is_known = (rows + 1 < ends) & (target >= 0)
     hits, recalls = [], []
-    for step, logits in enumerate(unroll(model, own_embedding(model, decoder), taps, texts.ids, num_steps=num_steps)):
+    for step, logits in enumerate(unroll(model, decoder, taps, texts.ids, num_steps=num_steps)):
         best = logits.topk(min(_RECALL_AT, logits.shape[-1]), dim=-1).indices
         hits.append(((best[..., 0] == target) & is_known).roll(-step, dims=1))
         recalls.append(((best == target[..., None]).any(-1) & is_known).roll(-step, dims=1))
@@ -115,7 +114,7 @@ def _draft_blocks(model: DFlash, decoder: Decoder, taps: Tensor, texts: TextBatc
 
 def _score(model: DFlash, decoder: Decoder, head: Tensor, taps: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Per anchor and depth: the drafted chain's token is right [B, A, D]; the right token is among the best 8."""
-    hidden = draft_hidden(model, decoder.embed_tokens, taps, blocks)[:, :, 1:].to(head.dtype)
+    hidden = draft_hidden(model, decoder, taps, blocks)[:, :, 1:].to(head.dtype)
     logits = F.linear(hidden, head).float()
     width = model.config.selector_top_k if model.candidate_selector is not None else _RECALL_AT
     best = logits.topk(min(width, logits.shape[-1]), dim=-1)

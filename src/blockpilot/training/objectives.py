@@ -32,12 +32,10 @@ from blockpilot.training.evaluation import evaluate_drafter
 from blockpilot.training.responses import ResponseSet, TextBatch
 from blockpilot.training.text_passes import (
     Blocks,
-    Embed,
     draft_hidden,
     head_rows,
     head_weight,
     mixed_precision,
-    own_embedding,
     read_taps,
     sample_blocks,
     unroll,
@@ -110,7 +108,7 @@ class DFlashTraining(DrafterTraining):
         hidden, taps = self._read_taps(self.decoder, texts.ids, self.model.config.tap_layers)
         labels = self._labels(texts.ids, hidden, blocks)
         with mixed_precision(self.decoder):
-            return self._loss(self.model, self.decoder.embed_tokens, self.head, taps, blocks, labels, self.run)
+            return self._loss(self.model, self.decoder, self.head, taps, blocks, labels, self.run)
 
     def _labels(self, ids: Tensor, hidden: Tensor, blocks: Blocks) -> Tensor:
         """Rows of the head that blocks must choose: the text's own tokens, or the target's choice at each place."""
@@ -125,10 +123,10 @@ class DFlashTraining(DrafterTraining):
 
 
 def _dflash_loss(
-    model: DFlash, embed: Embed, head: Tensor, taps: Tensor, blocks: Blocks, labels: Tensor, run: DrafterRun
+    model: DFlash, decoder: Decoder, head: Tensor, taps: Tensor, blocks: Blocks, labels: Tensor, run: DrafterRun
 ) -> LossTerms:
     """The block's loss and, for DFlash 2, the selector's. `labels` are rows of the head, -1 where it has none."""
-    hidden = draft_hidden(model, embed, taps, blocks)[:, :, 1:]  # [B, A, D, H]
+    hidden = draft_hidden(model, decoder, taps, blocks)[:, :, 1:]  # [B, A, D, H]
     logits = F.linear(hidden, head).float()
     is_known = blocks.is_valid & (labels >= 0)
     target = labels.clamp(min=0)
@@ -192,13 +190,13 @@ class Eagle3Training(DrafterTraining):
 
     def loss(self, texts: TextBatch, uniform: Tensor) -> LossTerms:
         _, taps = self._read_taps(self.decoder, texts.ids, self.model.config.tap_layers)
-        embed, labels = own_embedding(self.model, self.decoder), self.row_of[texts.ids]
+        labels = self.row_of[texts.ids]
         with mixed_precision(self.decoder):
-            return self._loss(self.model, embed, taps, texts, labels=labels, num_steps=self.run.unrolled)
+            return self._loss(self.model, self.decoder, taps, texts, labels=labels, num_steps=self.run.unrolled)
 
 
 def eagle3_loss(
-    model: Eagle3, embed: Embed, taps: Tensor, texts: TextBatch, *, labels: Tensor, num_steps: int
+    model: Eagle3, decoder: Decoder, taps: Tensor, texts: TextBatch, *, labels: Tensor, num_steps: int
 ) -> LossTerms:
     """Cross-entropy, one term per unrolled step; `labels` [B, T] are head rows, -1 where the head has none."""
     starts, ends = texts.prompt_lengths[:, None], texts.lengths[:, None]
@@ -206,18 +204,14 @@ def eagle3_loss(
     target = F.pad(labels[:, 2:], (0, 1), value=-1)  # row i -> token i + 2
     decay_sum = sum(STEP_DECAY**step for step in range(num_steps))
     sums, weights, hits = [], [], []
-    for step, logits in enumerate(unroll(model, embed, taps, texts.ids, num_steps=num_steps)):
+    for step, logits in enumerate(unroll(model, decoder, taps, texts.ids, num_steps=num_steps)):
         is_known = (rows - step + 1 >= starts) & (rows + 2 < ends) & (target >= 0)
         losses = F.cross_entropy(logits.float().flatten(0, 1), target.clamp(min=0).flatten(), reduction="none")
         sums.append(STEP_DECAY**step / decay_sum * (losses.view(target.shape) * is_known).sum())
         weights.append(is_known.sum().float())
         hits.append(((logits.argmax(-1) == target) & is_known).roll(-step, dims=1))
     is_inside = (rows + 1 >= starts) & (rows + num_steps + 1 < ends)  # starts of chains that fit into their answer
-    return LossTerms(torch.stack(sums), torch.stack(weights), _chain_metrics(torch.stack(hits, -1), is_inside))
-
-
-def _chain_metrics(hits: Tensor, is_inside: Tensor) -> dict[str, Tensor]:
-    """Means over the chains inside; `hits` [B, T - 1, D] by starting row and depth."""
     count = is_inside.sum().clamp(min=1)
-    accepted = hits.float().cumprod(-1).sum(-1)
-    return {"emitted": 1 + (accepted * is_inside).sum() / count, "first": (hits[..., 0] & is_inside).sum() / count}
+    accepted = torch.stack(hits, -1).float().cumprod(-1).sum(-1)  # [B, T - 1] by starting row
+    metrics = {"emitted": 1 + (accepted * is_inside).sum() / count, "first": (hits[0] & is_inside).sum() / count}
+    return LossTerms(torch.stack(sums), torch.stack(weights), metrics)

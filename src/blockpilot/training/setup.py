@@ -12,8 +12,7 @@ from blockpilot.core.errors import InputError
 from blockpilot.core.manifests import read_manifest
 from blockpilot.core.progress import Report
 from blockpilot.models.decoder import Decoder
-from blockpilot.models.drafter_files import save_drafter
-from blockpilot.models.loading import LoadedTarget, load_target
+from blockpilot.models.loading import LoadedTarget, load_target, save_drafter
 from blockpilot.training.checkpoints import read_log
 from blockpilot.training.distributed import join_group, own_device
 from blockpilot.training.drafter_run import DrafterRun

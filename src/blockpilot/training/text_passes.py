@@ -4,7 +4,6 @@ Finished texts are known from end to end, so one pass of each model serves all t
 contract of the engine's passes (`models/decoder.py`); the functions for it stand in `dense_attention.py`.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,6 @@ from blockpilot.models.dflash import DFlash
 from blockpilot.models.eagle3 import Eagle3
 from blockpilot.training.dense_attention import BlockAttention, CausalAttention, UnrollAttention
 from blockpilot.training.responses import TextBatch
-
-Embed = Callable[[Tensor], Tensor]
 
 
 def mixed_precision(decoder: Decoder) -> AbstractContextManager[Any]:
@@ -94,7 +91,7 @@ def block_mask(blocks: Blocks, width: int) -> Tensor:
     return torch.cat((context, own), dim=-1)
 
 
-def draft_hidden(model: DFlash, embed: Embed, taps: Tensor, blocks: Blocks) -> Tensor:
+def draft_hidden(model: DFlash, decoder: Decoder, taps: Tensor, blocks: Blocks) -> Tensor:
     """Hidden states [B, A, full, H] of every block, from the taps [B * T, ...] of the texts."""
     batch_size, num_blocks = blocks.anchors.shape
     full, device, width = blocks.full_size, taps.device, len(taps) // batch_size
@@ -105,12 +102,12 @@ def draft_hidden(model: DFlash, embed: Embed, taps: Tensor, blocks: Blocks) -> T
     block_ids[..., 0] = blocks.anchor_ids
     offsets = torch.arange(full, device=device)
     block_positions = blocks.anchors[..., None] + offsets
-    embeddings = embed(block_ids.flatten()).to(model.norm.weight.dtype)
+    embeddings = decoder.embed_tokens(block_ids.flatten()).to(model.norm.weight.dtype)
     hidden = model(embeddings, block_positions.flatten(), attend, offsets.repeat(batch_size * num_blocks))
     return hidden.view(batch_size, num_blocks, full, -1)
 
 
-def unroll(model: Eagle3, embed: Embed, taps: Tensor, ids: Tensor, *, num_steps: int) -> list[Tensor]:
+def unroll(model: Eagle3, decoder: Decoder, taps: Tensor, ids: Tensor, *, num_steps: int) -> list[Tensor]:
     """Logits of every step of all chains, each [B, T - 1, draft vocab]: row i predicts token i + 2.
 
     Step 0 reads the target's fused taps, one pair per position. Step s reads its own outputs of step s - 1, shifted by
@@ -118,6 +115,7 @@ def unroll(model: Eagle3, embed: Embed, taps: Tensor, ids: Tensor, *, num_steps:
     """
     batch_size, width = ids.shape
     fused = model.fuse(taps).view(batch_size, width, -1)[:, :-1]
+    embed = decoder.embed_tokens if model.embed_tokens is None else model.embed_tokens
     embeddings = embed(ids[:, 1:].flatten()).to(model.norm.weight.dtype)
     positions = torch.arange(width - 1, device=ids.device).repeat(batch_size)
     attend, hidden, found = UnrollAttention(batch_size), fused, []
@@ -132,11 +130,6 @@ def head_weight(model: DFlash, decoder: Decoder) -> Tensor:
     """The rows of the target's head [rows, H] that a DFlash drafter looks at: it has no head of its own."""
     weight, rows = decoder.lm_head.weight.detach(), model.draft_token_ids
     return weight if rows is None else weight[rows.to(weight.device)]
-
-
-def own_embedding(model: Eagle3, decoder: Decoder) -> Embed:
-    """The head's own embedding where its checkpoint has one, else the target's."""
-    return decoder.embed_tokens if model.embed_tokens is None else model.embed_tokens
 
 
 def head_rows(draft_token_ids: Tensor, vocab_size: int) -> Tensor:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from blockpilot.core.errors import InputError
 from blockpilot.models.dflash_format import dflash_config_dict, parse_dflash_config, save_dflash
-from blockpilot.models.drafter_files import check_fit, load_drafter
+from blockpilot.models.loading import check_fit, load_drafter
 from tests.tiny import CONFIGS, VOCAB_SIZE, make_dflash
 
 

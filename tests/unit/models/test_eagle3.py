@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.drafter_files import check_fit, load_drafter
 from blockpilot.models.eagle3 import Eagle3
 from blockpilot.models.eagle3_format import parse_eagle3_config, save_eagle3
+from blockpilot.models.loading import check_fit, load_drafter
 from tests.support import causal_attend
 from tests.tiny import CONFIGS, VOCAB_SIZE, make_eagle3, make_llm
 

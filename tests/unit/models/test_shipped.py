@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from blockpilot.core.errors import BlockPilotError
 from blockpilot.models import shipped
 from blockpilot.models.dflash_format import HEAD_ROWS
-from blockpilot.models.drafter_files import load_drafter
 from blockpilot.models.export import export_drafter, public_drafter
+from blockpilot.models.loading import load_drafter
 from blockpilot.models.tensor_files import read_safetensors_folder
 
 

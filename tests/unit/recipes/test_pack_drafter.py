@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from blockpilot.core.files import hash_file
-from blockpilot.models.drafter_files import load_drafter
 from blockpilot.models.export import export_drafter
+from blockpilot.models.loading import load_drafter
 from blockpilot.models.shipped import DRAFTERS, shipped_folder
 
 

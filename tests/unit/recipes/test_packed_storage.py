@@ -10,8 +10,8 @@ from torch import nn
 
 from blockpilot.core.errors import InputError
 from blockpilot.models.block_codes import BlockCodes
-from blockpilot.models.drafter_files import load_drafter
 from blockpilot.models.eagle3_format import save_eagle3
+from blockpilot.models.loading import load_drafter
 from blockpilot.models.packing import quantize_linears
 from blockpilot.models.shipped import DRAFTERS, shipped_folder
 from blockpilot.models.tensor_files import (

@@ -55,7 +55,7 @@ def test_the_hidden_tail_of_a_short_block_changes_nothing() -> None:
     def hidden(full_size: int) -> torch.Tensor:
         blocks = make_blocks(texts, anchors=anchors, sizes=torch.full_like(anchors, 4), full_size=full_size)
         with torch.no_grad():
-            return draft_hidden(objective.model, objective.decoder.embed_tokens, taps, blocks)
+            return draft_hidden(objective.model, objective.decoder, taps, blocks)
 
     torch.testing.assert_close(hidden(8)[:, :, :4], hidden(4), rtol=1e-4, atol=1e-5)
 

@@ -143,7 +143,7 @@ class LocalSite(Asker):
 
 def _split_text(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
     """What every token adds to the text; a character spread over several tokens comes with the last of them."""
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = IncrementalDetokenizer(tokenizer.decode)
     pieces = [detokenizer.push(token_id) for token_id in token_ids]
     if pieces:
         pieces[-1] += detokenizer.flush()

@@ -91,9 +91,9 @@ def _shipped_traces() -> Path:
 def _find_loads(profile: Path | None) -> "dict[str, StepCosts]":
     """The step costs to judge under, by name."""
     from blockpilot.engine.profile import read_profile
-    from blockpilot.replay.pilot_report import linear_loads
+    from blockpilot.replay.pilot_report import LOADS
 
-    return linear_loads() if profile is None else {"this machine": read_profile(profile), **linear_loads()}
+    return LOADS if profile is None else {"this machine": read_profile(profile), **LOADS}
 
 
 def _describe(train: "TraceGroup", test: "TraceGroup") -> dict[str, Any]:

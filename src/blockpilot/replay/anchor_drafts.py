@@ -106,7 +106,8 @@ class AnchorAttention:
         num_rows, num_heads, head_dim = q.shape
         num_kv_heads, size = k.shape[1], num_rows // self.shape.numel()
         keys, values = self.context[layer]
-        own_keys, own_values = (self._blocks(x, size) for x in (k, v))  # [S, Hkv, N, B, D]
+        split = (x.view(*self.shape, size, num_kv_heads, head_dim) for x in (k, v))
+        own_keys, own_values = (x.permute(0, 3, 1, 2, 4) for x in split)  # [S, Hkv, N, B, D]
         queries = q.view(*self.shape, size, num_kv_heads, -1, head_dim).permute(0, 3, 1, 4, 2, 5)
         queries = queries.flatten(3, 4) * head_dim**-0.5  # [S, Hkv, N, G * B, D]
         before = (queries.flatten(2, 3) @ keys.transpose(2, 3)).view(*queries.shape[:4], -1)  # [S, Hkv, N, G * B, T]
@@ -116,10 +117,6 @@ class AnchorAttention:
         out = (on_text.flatten(2, 3) @ values).view(queries.shape) + on_block @ own_values
         out = out.unflatten(3, (-1, size)).permute(0, 2, 4, 1, 3, 5)  # [S, N, B, Hkv, G, D]
         return out.reshape(num_rows, num_heads * head_dim)
-
-    def _blocks(self, x: Tensor, size: int) -> Tensor:
-        """[S * N * B, Hkv, D] -> [S, Hkv, N, B, D]."""
-        return x.view(*self.shape, size, *x.shape[1:]).permute(0, 3, 1, 2, 4)
 
 
 class AnchorDrafts:

@@ -66,14 +66,12 @@ class TraceSet:
 
     def __iter__(self) -> Iterator[Trace]:
         for path in self.shards:
-            yield from self._read(path)
-
-    def _read(self, path: Path) -> list[Trace]:
-        columns, strings = _read_shard(path)
-        try:
-            return list(_unpack(columns, strings, self.setting, self.manifest["draft_sizes"]))
-        except (KeyError, ValueError, TypeError, IndexError) as error:
-            raise _damaged(path) from error
+            columns, strings = _read_shard(path)
+            try:
+                traces = list(_unpack(columns, strings, self.setting, self.manifest["draft_sizes"]))
+            except (KeyError, ValueError, TypeError, IndexError) as error:
+                raise _damaged(path) from error
+            yield from traces
 
 
 def shipped_traces(target: str) -> Path | None:

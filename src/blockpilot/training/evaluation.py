@@ -108,11 +108,12 @@ def _draft_blocks(model: DFlash, decoder: Decoder, taps: Tensor, texts: TextBatc
         is_anchor = anchors < texts.lengths[:, None]
         anchors, sizes = anchors.clamp(max=texts.ids.shape[1] - 1), torch.full_like(anchors, block_size)
         blocks = make_blocks(texts, anchors=anchors, sizes=sizes, full_size=block_size)
-        columns.append((*_score(model, decoder, head, taps, blocks), is_anchor, is_anchor & blocks.is_valid.all(-1)))
+        hits, recalls = _score(model, decoder, taps, blocks, head=head)
+        columns.append((hits, recalls, is_anchor, is_anchor & blocks.is_valid.all(-1)))
     return _Drafts(*(torch.cat(column, dim=1) for column in zip(*columns, strict=True)))
 
 
-def _score(model: DFlash, decoder: Decoder, head: Tensor, taps: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+def _score(model: DFlash, decoder: Decoder, taps: Tensor, blocks: Blocks, *, head: Tensor) -> tuple[Tensor, Tensor]:
     """Per anchor and depth: the drafted chain's token is right [B, A, D]; the right token is among the best 8."""
     hidden = draft_hidden(model, decoder, taps, blocks)[:, :, 1:].to(head.dtype)
     logits = F.linear(hidden, head).float()

@@ -108,7 +108,7 @@ class DFlashTraining(DrafterTraining):
         hidden, taps = self._read_taps(self.decoder, texts.ids, self.model.config.tap_layers)
         labels = self._labels(texts.ids, hidden, blocks)
         with mixed_precision(self.decoder):
-            return self._loss(self.model, self.decoder, self.head, taps, blocks, labels, self.run)
+            return self._loss(self.model, self.decoder, taps, blocks, head=self.head, labels=labels, run=self.run)
 
     def _labels(self, ids: Tensor, hidden: Tensor, blocks: Blocks) -> Tensor:
         """Rows of the head that blocks must choose: the text's own tokens, or the target's choice at each place."""
@@ -123,7 +123,7 @@ class DFlashTraining(DrafterTraining):
 
 
 def _dflash_loss(
-    model: DFlash, decoder: Decoder, head: Tensor, taps: Tensor, blocks: Blocks, labels: Tensor, run: DrafterRun
+    model: DFlash, decoder: Decoder, taps: Tensor, blocks: Blocks, *, head: Tensor, labels: Tensor, run: DrafterRun
 ) -> LossTerms:
     """The block's loss and, for DFlash 2, the selector's. `labels` are rows of the head, -1 where it has none."""
     hidden = draft_hidden(model, decoder, taps, blocks)[:, :, 1:]  # [B, A, D, H]

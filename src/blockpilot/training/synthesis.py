@@ -118,8 +118,7 @@ class _Synthesis:
     def _answer(self, rows: list[Row], shard: int) -> Iterator[Response]:
         """Answers in the order of their prompts: rows finish short ones first, and held-out texts are the last ones."""
         seed = self.config.seed * 1000003 + shard + 1
-        name = f"answers of shard {shard}"
-        self._write(rows, self.config.max_length, seed, lambda rate: f"{name} ({rate:,.0f} tokens/s)")
+        self._write(rows, self.config.max_length, seed, lambda rate: f"answers of shard {shard} ({rate:,.0f} tokens/s)")
         for row in rows:
             answer = row.answer_ids[: find_loop(row.answer_ids)]
             if len(answer) >= self.config.min_answer_length:

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from blockpilot.models.drafter_files import load_drafter
-from blockpilot.models.loading import LoadedTarget
+from blockpilot.models.loading import LoadedTarget, load_drafter
 from blockpilot.text.prompts import read_prompts
 from blockpilot.training.bulk_generation import BulkGenerator, Row
 from blockpilot.training.evaluation import TauReport, evaluate_drafter

@@ -23,12 +23,10 @@ from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash, DFlashConfig
 from blockpilot.models.eagle3 import Eagle3, Eagle3Config
 from blockpilot.training.bulk_generation import BulkGenerator, Row
-from blockpilot.training.dflash_training import DFlashTraining
 from blockpilot.training.distributed import join_group
 from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.drafters import initialise, spread_taps
-from blockpilot.training.eagle3_training import Eagle3Training
-from blockpilot.training.objective import DrafterTraining
+from blockpilot.training.objectives import DFlashTraining, DrafterTraining, Eagle3Training
 from blockpilot.training.responses import Response, ResponseSet
 from blockpilot.training.trainer import Trainer
 

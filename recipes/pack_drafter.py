@@ -2,7 +2,7 @@
 
     python recipes/pack_drafter.py --drafter DIR --out src/blockpilot/assets/NAME
 
-Both folders hold `config.json` and `model.safetensors`; the layout is described in `models/packed_storage.py`. A folder
+Both folders hold `config.json` and `model.safetensors`; the layout is described in `models/tensor_files.py`. A folder
 that is packed already gives the same bytes again. Prints the size and checksum that `models/shipped.py` lists.
 """
 
@@ -16,8 +16,14 @@ from torch import Tensor
 
 from blockpilot.core.files import hash_file, write_text
 from blockpilot.models.block_codes import BLOCK, BlockCodes
-from blockpilot.models.packed_storage import CODES, METADATA, SCALES
-from blockpilot.models.tensor_files import SINGLE_FILE, read_safetensors_folder, write_safetensors_folder
+from blockpilot.models.tensor_files import (
+    CODES,
+    METADATA,
+    SCALES,
+    SINGLE_FILE,
+    read_safetensors_folder,
+    write_safetensors_folder,
+)
 from blockpilot.models.weights import read_config
 
 

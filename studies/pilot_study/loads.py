@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.step import StepPilot
-from blockpilot.replay.pilot_report import linear_loads
+from blockpilot.replay.pilot_report import LOADS
 from blockpilot.replay.pilot_training import TraceGroup, train_step
 from blockpilot.replay.simulate import SimulatedStep, oracle_steps, simulate, total
 from blockpilot.replay.traces import Trace
@@ -39,7 +39,7 @@ class LoadStudy:
     def rows(self, traces: Sequence[Trace], pilots: Sequence[StepPilot], part: str) -> Iterator[dict[str, Any]]:
         """`traces` are those of the test table; `pilots` are fitted to others. `part` as in `PARTS`."""
         predicted = self._predicted_tau() if part != "walks" else None
-        for load, costs in linear_loads().items():
+        for load, costs in LOADS.items():
             columns = self._fixed(costs)
             if predicted is not None:
                 step_ms = np.array([costs.step_ms(size, size) for size in self.wide.sizes])

@@ -118,7 +118,7 @@ def _describe_prompts(task: TaskPrompts) -> dict[str, Any]:
 def _describe_drafter(spec: Any) -> dict[str, str]:
     if not isinstance(spec, str):
         return {"name": type(spec).__name__, "sha256": ""}
-    return {"name": Path(spec).name, "sha256": hash_weights(resolve_folder(spec, what="drafter"))}
+    return {"name": Path(spec).name, "sha256": hash_weights(resolve_folder(spec))}
 
 
 def _git(folder: Path, *words: str) -> str:

@@ -119,7 +119,9 @@ class LocalSite(Asker):
             plain = next((answer for answer in found if answer.method == "ar"), None)
             if plain is None:
                 continue
-            detokenizer = IncrementalDetokenizer(self.tokenizer)  # a character that spans tokens comes with the last
+            detokenizer = IncrementalDetokenizer(
+                self.tokenizer.decode
+            )  # a character that spans tokens comes with the last
             pieces = [detokenizer.push(token_id) for token_id in plain.token_ids]
             pieces[-1] += detokenizer.flush()
             steps = {

@@ -38,7 +38,6 @@ class RaggedAttention:
         self.cache = cache
         self.segments = segments
         starts = [cache.append(segment.slot, segment.count) for segment in segments]
-        self._repeated: dict[int, Tensor] = {}
         self.masks = [self._mask(segment, start) for segment, start in zip(segments, starts, strict=True)]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -57,19 +56,11 @@ class RaggedAttention:
         keys, values = self.cache.write(layer, self.segments[index].slot, k, v)
         grouped = q.view(count, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
         grouped = grouped.reshape(1, num_kv_heads, -1, head_dim)  # [1, Hkv, G * n, D]
-        out = F.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=self._grouped_mask(index, num_heads // num_kv_heads)
-        )
-        return out.view(num_kv_heads, -1, count, head_dim).permute(2, 0, 1, 3).reshape(count, -1)
-
-    def _grouped_mask(self, index: int, num_groups: int) -> Tensor | None:
-        """The segment's mask once per grouped head, made at the first layer and used by all."""
         mask = self.masks[index]
-        if mask is None or num_groups == 1:
-            return mask
-        if index not in self._repeated:
-            self._repeated[index] = mask.repeat(num_groups, 1)
-        return self._repeated[index]
+        if mask is not None and len(mask) < grouped.shape[2]:  # once per grouped head, at the first layer for all
+            mask = self.masks[index] = mask.repeat(num_heads // num_kv_heads, 1)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+        return out.view(num_kv_heads, -1, count, head_dim).permute(2, 0, 1, 3).reshape(count, -1)
 
     def _mask(self, segment: Segment, start: int) -> Tensor | None:
         """Additive mask [n, start + n]; None where every token may see every row."""

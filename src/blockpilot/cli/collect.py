@@ -154,7 +154,7 @@ def _describe_source(arguments: argparse.Namespace) -> dict[str, Any]:
     from blockpilot.replay.collect import hash_weights
 
     return {
-        "drafter_sha256": hash_weights(resolve_folder(_choose_drafter(arguments), what="drafter")),
+        "drafter_sha256": hash_weights(resolve_folder(_choose_drafter(arguments))),
         "prompt_files": [{"name": path.name, "sha256": hash_file(path)} for path in arguments.prompts],
         "split": arguments.split,
         "num_prompts": arguments.num_prompts or None,

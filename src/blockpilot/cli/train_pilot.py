@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     with show_progress("reading traces"):
         from blockpilot.core.device import resolve_device
         from blockpilot.engine.profile import read_profile
-        from blockpilot.replay.pilot_report import compare, linear_loads
+        from blockpilot.replay.pilot_report import LOADS, compare
         from blockpilot.replay.pilot_training import check_enough, hold_out, read_group
         from blockpilot.replay.trace_files import require_disjoint
 
@@ -73,9 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         from blockpilot.bench.methods import paper_pilot_folder
 
         arguments.out = paper_pilot_folder(group.manifest["target"])
-    loads = linear_loads()  # the step costs to judge under, by name
-    if arguments.profile is not None:
-        loads = {"this machine": read_profile(arguments.profile), **loads}
+    loads = LOADS if arguments.profile is None else {"this machine": read_profile(arguments.profile), **LOADS}
     facts = {
         "num_traces": len(train.traces),
         "num_anchors": train.num_anchors,

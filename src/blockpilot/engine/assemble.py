@@ -21,8 +21,8 @@ from blockpilot.gpu.eagle3 import GpuEagle3Drafter
 from blockpilot.gpu.target import GpuTargetRunner
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash
-from blockpilot.models.drafter_files import check_fit, load_drafter
 from blockpilot.models.eagle3 import Eagle3
+from blockpilot.models.loading import check_fit, load_drafter
 from blockpilot.models.packing import choose_backend, pack_linear
 
 Model = TypeVar("Model", bound=nn.Module)

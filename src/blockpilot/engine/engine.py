@@ -72,7 +72,7 @@ class Engine:
             pilot=pilot,
             eos_token_ids=self.eos_token_ids,
             max_total=self.context_length,
-            detokenizer=IncrementalDetokenizer(self.tokenizer, self.tokenizer.pieces),
+            detokenizer=IncrementalDetokenizer(self.tokenizer.decode, self.tokenizer.pieces),
         )
         self.scheduler.add(sequence)
         return request_id

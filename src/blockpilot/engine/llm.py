@@ -17,6 +17,7 @@ import torch
 from blockpilot.core.config import EngineConfig
 from blockpilot.core.device import resolve_device
 from blockpilot.core.errors import BlockPilotError, InputError
+from blockpilot.core.progress import Report
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import Drafter
@@ -29,7 +30,6 @@ from blockpilot.gpu.device import on_device
 from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.models.packing import pack_linears
 from blockpilot.models.shipped import shipped_drafter
-from blockpilot.models.wheel_download import Progress
 from blockpilot.pilots.base import Pilot
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.registry import load_pilot
@@ -46,7 +46,7 @@ class LLM:
         pilot: str | Pilot = "auto",
         config: EngineConfig | None = None,
         costs: StepCosts | Path | None = None,
-        progress: Progress | None = None,
+        progress: Report | None = None,
     ) -> None:
         """`costs`: what steps cost, for pilots that weigh them. None: remembered or measured when first needed."""
         self.config = config or EngineConfig()

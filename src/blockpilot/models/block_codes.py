@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-BLOCK = 32
-GROUP = 16  # rows that the kernel takes side by side
+BLOCK = 32  # weights that share a scale and an offset
+GROUP = 16  # rows that the kernel takes side by side: the lanes of one vector
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,16 @@ def decode_blocks(data: NDArray[np.uint8], kind: str) -> BlockCodes | None:
         return None
     blocks = np.ascontiguousarray(data).reshape(data.shape[0], -1, sizes[kind])  # [rows, blocks, bytes]
     scales = blocks[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
+    offsets = np.zeros_like(scales)
     if kind == "Q8_0":
-        return BlockCodes(
-            blocks[..., 2:].copy().view(np.int8).reshape(data.shape[0], -1), scales, np.zeros_like(scales)
-        )
-    packed = blocks[..., 4 if kind == "Q4_1" else 2 :]  # low halves first, then high halves
-    codes = np.concatenate((packed & 15, packed >> 4), axis=-1).astype(np.int8)
-    if kind == "Q4_0":  # centred: 8 stands for zero
-        return BlockCodes((codes - np.int8(8)).reshape(data.shape[0], -1), scales, np.zeros_like(scales))
-    offsets = blocks[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
+        codes = blocks[..., 2:].copy().view(np.int8)
+    else:
+        packed = blocks[..., 4 if kind == "Q4_1" else 2 :]  # low halves first, then high halves
+        codes = np.concatenate((packed & 15, packed >> 4), axis=-1).astype(np.int8)
+    if kind == "Q4_0":
+        codes -= 8  # centred: 8 stands for zero
+    elif kind == "Q4_1":
+        offsets = blocks[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
     return BlockCodes(codes.reshape(data.shape[0], -1), scales, offsets)
 
 
@@ -85,8 +86,7 @@ class BlockLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[0] > self.MAX_TOKENS:
-            out: Tensor = self.many(x)
-            return out
+            return self.many(x)
         from blockpilot.models.block_kernels import multiply
 
         result = np.empty((x.shape[0], len(self._packed[0]) * GROUP), np.float32)
@@ -98,15 +98,14 @@ class BlockLinear(nn.Module):
 class BlockNorm(nn.Module):
     """RMSNorm of few tokens as one compiled loop; PyTorch's own takes half a dozen passes on a CPU."""
 
-    def __init__(self, weight: Tensor, eps: float, many: nn.Module) -> None:
+    def __init__(self, many: nn.RMSNorm) -> None:
         super().__init__()
-        self.weight, self.many = weight, many
-        self._values, self._eps = weight.detach().numpy(), np.float32(eps)
+        self.weight, self.many = many.weight, many
+        self._values, self._eps = many.weight.detach().numpy(), np.float32(many.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() != 2 or x.shape[0] > BlockLinear.MAX_TOKENS:
-            out: Tensor = self.many(x)
-            return out
+            return self.many(x)
         from blockpilot.models.block_kernels import normalize
 
         result = np.empty(x.shape, np.float32)
@@ -117,8 +116,7 @@ class BlockNorm(nn.Module):
 def compile_kernels(num_threads: int) -> None:
     """Compile (once per machine; later from Numba's cache) before the first token has to wait for it."""
     layer = BlockLinear(BlockCodes.quantize(np.ones((1, BLOCK), np.float32)), nn.Identity(), num_threads)
-    norm = BlockNorm(torch.ones(BLOCK), 1e-6, nn.Identity())
-    layer(norm(torch.ones(1, BLOCK)))
+    layer(BlockNorm(nn.RMSNorm(BLOCK, 1e-6))(torch.ones(1, BLOCK)))
     torch.set_num_threads(num_threads)  # Numba's pool raises it to the number of cores
 
 

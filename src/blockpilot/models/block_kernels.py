@@ -19,8 +19,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-ROWS = 16  # rows per group: the lanes of one vector
-BLOCK = 32  # weights that share a scale and an offset
+from blockpilot.models.block_codes import BLOCK, GROUP
+
 MAX_TILE = 8  # tokens whose sums fit into registers
 
 _Array = NDArray[np.float32]
@@ -59,10 +59,10 @@ def _emit_tile(context: Any, builder: Any, signature: Any, args: Any, num_tokens
     )
     places = cgutils.unpack_tuple(builder, args[6])
     code_at, scale_at, x_at, sums_at, out_at, num_blocks, x_stride, sums_stride, out_stride = places
-    floats, bytes_ = ir.VectorType(ir.FloatType(), ROWS), ir.VectorType(ir.IntType(8), ROWS)
-    zero = ir.Constant(floats, [0.0] * ROWS)
+    floats, bytes_ = ir.VectorType(ir.FloatType(), GROUP), ir.VectorType(ir.IntType(8), GROUP)
+    zero = ir.Constant(floats, [0.0] * GROUP)
     multiply_add = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(floats, [floats] * 3), f"llvm.fmuladd.v{ROWS}f32"
+        builder.module, ir.FunctionType(floats, [floats] * 3), f"llvm.fmuladd.v{GROUP}f32"
     )
 
     def constant(value: int) -> ir.Constant:
@@ -80,23 +80,23 @@ def _emit_tile(context: Any, builder: Any, signature: Any, args: Any, num_tokens
         first = builder.insert_element(
             undefined, builder.load(builder.gep(pointer, [at])), ir.Constant(cgutils.int32_t, 0)
         )
-        return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(cgutils.int32_t, ROWS), [0] * ROWS))
+        return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(cgutils.int32_t, GROUP), [0] * GROUP))
 
     tokens = range(num_tokens)
     totals = [cgutils.alloca_once(builder, floats) for _ in tokens]
     for total in totals:
         builder.store(zero, total)
     with cgutils.for_range(builder, num_blocks) as loop:
-        first_code = builder.add(code_at, builder.mul(loop.index, constant(BLOCK * ROWS)))
+        first_code = builder.add(code_at, builder.mul(loop.index, constant(BLOCK * GROUP)))
         first_x = [builder.add(step(x_at, t, x_stride), builder.mul(loop.index, constant(BLOCK))) for t in tokens]
         sums = [[zero] * num_ways for _ in tokens]
         for k in range(BLOCK):
-            code = read(codes, builder.add(first_code, constant(k * ROWS)), bytes_, 1)
+            code = read(codes, builder.add(first_code, constant(k * GROUP)), bytes_, 1)
             weight = builder.sitofp(code, floats)
             for t in tokens:
                 value = spread(x, builder.add(first_x[t], constant(k)))
                 sums[t][k % num_ways] = builder.call(multiply_add, [weight, value, sums[t][k % num_ways]])
-        first_scale = builder.add(scale_at, builder.mul(loop.index, constant(ROWS)))
+        first_scale = builder.add(scale_at, builder.mul(loop.index, constant(GROUP)))
         scale, offset = read(scales, first_scale, floats, 4), read(offsets, first_scale, floats, 4)
         for t in tokens:
             block_sum = sums[t][0]
@@ -123,10 +123,10 @@ def _multiply(codes, scales, offsets, x, out, num_parts):  # type: ignore[no-unt
             x_sums[t, b] = total
     for part in prange(num_parts):
         for g in range(part * num_groups // num_parts, (part + 1) * num_groups // num_parts):
-            code_at, scale_at = g * num_blocks * BLOCK * ROWS, g * num_blocks * ROWS
+            code_at, scale_at = g * num_blocks * BLOCK * GROUP, g * num_blocks * GROUP
             for t in range(0, num_tokens, MAX_TILE):
                 places = (
-                    code_at, scale_at, t * width, t * num_blocks, g * ROWS + t * num_rows,
+                    code_at, scale_at, t * width, t * num_blocks, g * GROUP + t * num_rows,
                     num_blocks, width, num_blocks, num_rows,
                 )  # fmt: skip
                 _tile(codes, scales, offsets, x, x_sums, out, places, min(num_tokens - t, MAX_TILE))  # type: ignore[call-arg]

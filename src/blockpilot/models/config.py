@@ -83,10 +83,11 @@ def parse_decoder_config(raw: dict[str, Any], where: str) -> DecoderConfig:
     if architecture is None:
         found = names or raw.get("model_type")
         raise InputError(f"{where}: architecture {found} is not supported; known: {', '.join(ARCHITECTURES)}")
+    ends = raw.get("eos_token_id")
     return DecoderConfig(
         architecture=architecture,
         is_tied=bool(raw.get("tie_word_embeddings", False)),
-        eos_token_ids=_as_ids(raw.get("eos_token_id")),
+        eos_token_ids=(ends,) if isinstance(ends, int) else tuple(ends or ()),
         bos_token_id=raw.get("bos_token_id"),
         moe=_parse_moe(raw, where) if architecture == "qwen3_moe" else None,
         **parse_layer_shapes(raw, where),
@@ -155,12 +156,6 @@ def _parse_moe(raw: dict[str, Any], where: str) -> MoeConfig:
         )
 
 
-def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
 def decoder_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Our configuration as a Hugging Face config.json: the inverse of `parse_decoder_config`."""
     names = {ours: theirs for theirs, ours in ARCHITECTURES.items()}
@@ -171,15 +166,30 @@ def decoder_config_dict(config: DecoderConfig, dtype: torch.dtype) -> dict[str, 
         "dtype": dtype_name,
         "torch_dtype": dtype_name,
         "bos_token_id": config.bos_token_id,
-        "eos_token_id": _single_or_list(config.eos_token_ids),
+        "eos_token_id": single_or_list(config.eos_token_ids),
         "tie_word_embeddings": config.is_tied,
     }
     raw |= layer_shapes_dict(config)
-    return raw if config.moe is None else raw | _moe_dict(config.moe)
+    if (moe := config.moe) is not None:
+        raw |= {
+            "num_experts": moe.num_experts,
+            "num_experts_per_tok": moe.num_active,
+            "moe_intermediate_size": moe.intermediate_size,
+            "norm_topk_prob": moe.is_normalized,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(moe.dense_layers),
+        }
+    return raw
 
 
 def layer_shapes_dict(config: DecoderConfig) -> dict[str, Any]:
     """The keys that targets and drafters share."""
+    rope = config.rope
+    scaling: dict[str, Any] = {"rope_type": rope.kind}
+    if rope.kind == "linear":
+        scaling |= {"factor": rope.factor}
+    elif rope.kind == "llama3":
+        scaling |= {theirs: getattr(rope, ours) for ours, theirs in _ROPE_KEYS.items()}
     return {
         **{theirs: getattr(config, ours) for ours, theirs in _SHAPE_KEYS.items()},
         "num_key_value_heads": config.num_kv_heads,
@@ -191,35 +201,12 @@ def layer_shapes_dict(config: DecoderConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
-        **_rope_dict(config.rope),
-    }
-
-
-def _rope_dict(rope: RopeConfig) -> dict[str, Any]:
-    scaling: dict[str, Any] = {"rope_type": rope.kind}
-    if rope.kind == "linear":
-        scaling["factor"] = rope.factor
-    elif rope.kind == "llama3":
-        scaling |= {theirs: getattr(rope, ours) for ours, theirs in _ROPE_KEYS.items()}
-    return {
         "rope_theta": rope.theta,
         "rope_scaling": None if rope.kind == "default" else scaling,
         "rope_parameters": {"rope_theta": rope.theta, **scaling},
     }
 
 
-def _moe_dict(moe: MoeConfig) -> dict[str, Any]:
-    return {
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.num_active,
-        "moe_intermediate_size": moe.intermediate_size,
-        "norm_topk_prob": moe.is_normalized,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(moe.dense_layers),
-    }
-
-
-def _single_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
-    if not ids:
-        return None
-    return ids[0] if len(ids) == 1 else list(ids)
+def single_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
+    """Token ids as configs hold them."""
+    return ids[0] if len(ids) == 1 else list(ids) or None

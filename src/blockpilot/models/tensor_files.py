@@ -2,7 +2,12 @@
 
 Reading is lazy: opening a folder reads only the headers, and a tensor leaves the disk when it is asked for, so a model
 never lies in memory twice. Writing splits large models over several files with the index that the ecosystem expects.
-Matrices stored as 8-bit codes (`models/packed_storage.py`) are read as the float32 weights that they stand for.
+
+Drafters ship at half the size of bfloat16: a matrix `name` [rows, K] is kept as `name.codes` (int8 [rows, K]) and
+`name.scales` (bfloat16 [rows, K / 32]), weight = code * scale, one scale per 32 neighbours of a row. Everything else
+(norms, convolution bases, ids) stays as it is. The file's own metadata says so, so that no foreign tensor is taken for
+codes. They are read as the float32 weights that they stand for; rounding those again gives the same codes, bit for bit
+(`BlockCodes.quantize`). `recipes/pack_drafter.py` writes such files.
 """
 
 import json
@@ -11,25 +16,36 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import atomic_path, ensure_folder, write_text
-from blockpilot.models.packed_storage import stored_names, unpack_tensor
+from blockpilot.models.block_codes import BLOCK, BlockCodes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 * 10**9
+STORAGE = "blockpilot_storage"
+INT8_BLOCKS = "int8-blocks-32"
+METADATA = {STORAGE: INT8_BLOCKS}  # this key alone: several are written in any order, and files would differ
+CODES, SCALES = ".codes", ".scales"
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
     """Name -> tensor over all weight files of a folder; tensors are read when they are asked for."""
 
     def __init__(self, files: list[Path]) -> None:
+        from safetensors import SafetensorError, safe_open
+
         self._sources: dict[str, tuple[Path, Any, list[str]]] = {}  # name -> file, its handle, stored tensors
         for path in files:
-            handle = _open_file(path)
-            stored = stored_names(list(handle.keys()), handle.metadata() or {}, str(path))
+            try:
+                handle: Any = safe_open(str(path), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise InputError(f"{path} is truncated or no safetensors file ({error}); fetch it again") from error
+            stored = _stored_names(list(handle.keys()), handle.metadata() or {}, str(path))
             self._sources |= {name: (path, handle, parts) for name, parts in stored.items()}
         self.is_packed = any(len(parts) > 1 for _, _, parts in self._sources.values())
 
@@ -39,13 +55,34 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             parts: list[Tensor] = [handle.get_tensor(part) for part in stored]
         except Exception as error:  # the library raises its own type and OSError
             raise InputError(f"{path}: tensor {name} cannot be read ({error}); fetch the file again") from error
-        return parts[0] if len(parts) == 1 else unpack_tensor(*parts, where=f"{path}: {name}")
+        return parts[0] if len(parts) == 1 else _unpack(*parts, where=f"{path}: {name}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
 
     def __len__(self) -> int:
         return len(self._sources)
+
+
+def _stored_names(names: list[str], metadata: dict[str, str], where: str) -> dict[str, list[str]]:
+    """What each tensor of a file is made of: itself, or codes and scales."""
+    storage = metadata.get(STORAGE)
+    if storage is None:
+        return {name: [name] for name in names}
+    if storage != INT8_BLOCKS:
+        raise InputError(f"{where}: {STORAGE} {storage!r} is not known (only {INT8_BLOCKS!r})")
+    plain = {name: [name] for name in names if not name.endswith((CODES, SCALES))}
+    packed = [name.removesuffix(CODES) for name in names if name.endswith(CODES)]
+    return plain | {name: [name + CODES, name + SCALES] for name in packed}
+
+
+def _unpack(codes: Tensor, scales: Tensor, *, where: str) -> Tensor:
+    """The float32 weights [rows, K] that codes and scales stand for."""
+    is_matrix = codes.dtype == torch.int8 and scales.dim() == 2
+    if not is_matrix or codes.shape != (len(scales), scales.shape[1] * BLOCK):
+        raise InputError(f"{where}: codes {list(codes.shape)} and scales {list(scales.shape)} do not belong together")
+    values = scales.float().numpy()
+    return torch.from_numpy(BlockCodes(codes.numpy(), values, np.zeros_like(values)).dequantize())
 
 
 def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
@@ -69,15 +106,6 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _open_file(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(str(path), framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} is truncated or no safetensors file ({error}); fetch it again") from error
-
-
 def write_safetensors_folder(
     folder: Path,
     tensors: Mapping[str, Tensor],
@@ -86,6 +114,8 @@ def write_safetensors_folder(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write all tensors, in one file where they fit and else in shards with an index; older weight files go."""
+    from safetensors.torch import save_file
+
     ensure_folder(folder)
     shards = _plan_shards(tensors, max_shard_bytes)
     count = len(shards)
@@ -93,10 +123,21 @@ def write_safetensors_folder(
     if count == 1:
         names = [SINGLE_FILE]
     for name, members in zip(names, shards, strict=True):
-        _write_file(folder / name, {member: tensors[member] for member in members}, metadata)
+        with atomic_path(folder / name) as temporary:
+            plain = {member: tensors[member].detach().contiguous() for member in members}
+            save_file(plain, str(temporary), metadata=dict(metadata))
     if count > 1:
-        _write_index(folder, dict(zip(names, shards, strict=True)), tensors)
-    _remove_older(folder, keep={*names, INDEX_FILE} if count > 1 else set(names))
+        content = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+            "weight_map": {member: name for name, members in zip(names, shards, strict=True) for member in members},
+        }
+        write_text(folder / INDEX_FILE, json.dumps(content, indent=2) + "\n")
+    else:
+        (folder / INDEX_FILE).unlink(missing_ok=True)
+    # a folder with both forms of weights would be read differently by different programs
+    for path in folder.glob("model*.safetensors"):
+        if path.name not in names:
+            path.unlink()
 
 
 def _plan_shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[list[str]]:
@@ -109,26 +150,3 @@ def _plan_shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[li
         shards[-1].append(name)
         room -= tensor.nbytes
     return shards
-
-
-def _write_file(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
-    from safetensors.torch import save_file
-
-    with atomic_path(path) as temporary:
-        plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        save_file(plain, str(temporary), metadata=dict(metadata))
-
-
-def _write_index(folder: Path, shards: dict[str, list[str]], tensors: Mapping[str, Tensor]) -> None:
-    content = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-        "weight_map": {member: name for name, members in shards.items() for member in members},
-    }
-    write_text(folder / INDEX_FILE, json.dumps(content, indent=2) + "\n")
-
-
-def _remove_older(folder: Path, keep: set[str]) -> None:
-    """A folder with both forms of weights would be read differently by different programs."""
-    for path in [*folder.glob("model*.safetensors"), folder / INDEX_FILE]:
-        if path.name not in keep:
-            path.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import write_text
+from blockpilot.core.files import read_json, write_text
 from blockpilot.models.config import DecoderConfig, decoder_config_dict, parse_decoder_config
 from blockpilot.models.decoder import Decoder, Rotary, rope_frequencies
 from blockpilot.models.tensor_files import read_safetensors_folder, write_safetensors_folder
@@ -43,16 +43,14 @@ def decoder_names(config: DecoderConfig) -> NameTable:
         "norm.weight": [Source("model.norm.weight")],
     }
     for index in range(config.num_layers):
-        table |= decoder_layer_names("model.", index, config)
+        table |= decoder_layer_names(f"layers.{index}.", f"model.layers.{index}.", index, config)
     if not config.is_tied:
         table["lm_head.weight"] = [Source("lm_head.weight")]
     return table
 
 
-def decoder_layer_names(prefix: str, index: int, config: DecoderConfig) -> NameTable:
-    """One layer: `layers.{index}.*` of ours from `{prefix}layers.{index}.*` of the checkpoint."""
-    ours = f"layers.{index}."
-    theirs = prefix + ours
+def decoder_layer_names(ours: str, theirs: str, index: int, config: DecoderConfig) -> NameTable:
+    """One layer, by the beginnings of our names and of the checkpoint's."""
     query_rows, key_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     plain = ["input_layernorm", "post_attention_layernorm", "self_attn.o_proj"]
     if config.has_qk_norm:
@@ -102,20 +100,19 @@ def assemble(
     with torch.device("meta"):  # no memory for values that are replaced at once
         module = make()
     problems: list[str] = []
-    for name, parameter in list(module.named_parameters()):
-        if name not in table:
-            raise KeyError(f"no checkpoint tensor is listed for parameter {name}")
+    values: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
         parts = _read_parts(table[name], tensors, shape=parameter.shape, problems=problems)
         if not problems:
             # a single part is copied too: it may be a view of a file that somebody replaces later
-            whole = torch.cat(parts).to(dtype) if len(parts) > 1 else parts[0].to(dtype, copy=True)
-            _assign(module, name, whole)
+            values[name] = torch.cat(parts).to(dtype) if len(parts) > 1 else parts[0].to(dtype, copy=True)
     if problems:
         raise InputError(f"{where}: wrong tensors: {_shorten(problems)}")
+    module.load_state_dict(values, strict=False, assign=True)
     for child in module.modules():
         if isinstance(child, Rotary):  # frequencies are computed, never stored
             child.inverse_frequencies = rope_frequencies(child.config, child.head_dim)
-    return module.eval()
+    return module.requires_grad_(False).eval()
 
 
 def _read_parts(
@@ -135,25 +132,16 @@ def _read_parts(
 
 def _check_names(table: NameTable, tensors: Mapping[str, Tensor], *, where: str, ignored: set[str]) -> None:
     wanted = {source.name for sources in table.values() for source in sources}
-    missing = sorted(wanted - set(tensors))
-    unexpected = sorted(name for name in set(tensors) - wanted - ignored if not name.endswith("rotary_emb.inv_freq"))
-    complaints = []
-    if missing:
-        complaints.append(f"missing tensors: {_shorten(missing)}")
-    if unexpected:
-        complaints.append(f"unexpected tensors: {_shorten(unexpected)}")
-    if complaints:
+    left = set(tensors) - wanted - ignored
+    unexpected = sorted(name for name in left if not name.endswith("rotary_emb.inv_freq"))
+    found = {"missing": sorted(wanted - set(tensors)), "unexpected": unexpected}
+    if complaints := [f"{what} tensors: {_shorten(names)}" for what, names in found.items() if names]:
         raise InputError(f"{where}: {'; '.join(complaints)}; the weights do not belong to this configuration")
 
 
 def _shorten(items: list[str]) -> str:
     rest = len(items) - MAX_NAMED
     return ", ".join(items[:MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _assign(module: nn.Module, name: str, value: Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 
 
 def disassemble(module: nn.Module, table: NameTable) -> dict[str, Tensor]:
@@ -189,14 +177,9 @@ def load_decoder_folder(folder: Path, dtype: torch.dtype) -> Decoder:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"{path} is missing: {path.parent} is no model folder") from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise InputError(f"{path}: expected a JSON object")
+    raw = read_json(path)
+    if raw is None:
+        raise InputError(f"{path} is missing: {path.parent} is no model folder")
     return raw
 
 

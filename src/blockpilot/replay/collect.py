@@ -99,16 +99,14 @@ class Shards:
         return min(self.shard_size, self.num_requests - index * self.shard_size)
 
     def finish(self) -> TraceSet:
-        write_manifest(self.out, {**self.identity, "is_complete": True, **_count(TraceSet(self.out))})
+        """The manifest counts what the folder holds."""
+        traces = TraceSet(self.out)
+        counts = [(len(trace.answer_ids), trace.num_disagreements) for trace in traces]
+        found = {
+            "num_traces": len(counts),
+            "num_shards": len(traces.shards),
+            "num_answer_tokens": sum(length for length, _ in counts),
+            "num_disagreements": sum(disagreements for _, disagreements in counts),
+        }
+        write_manifest(self.out, {**self.identity, "is_complete": True, **found})
         return TraceSet(self.out)
-
-
-def _count(traces: TraceSet) -> dict[str, int]:
-    """What the folder holds, for the manifest."""
-    counts = [(len(trace.answer_ids), trace.num_disagreements) for trace in traces]
-    return {
-        "num_traces": len(counts),
-        "num_shards": len(traces.shards),
-        "num_answer_tokens": sum(length for length, _ in counts),
-        "num_disagreements": sum(disagreements for _, disagreements in counts),
-    }

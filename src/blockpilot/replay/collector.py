@@ -9,22 +9,24 @@ the target and of the drafter. A CPU takes them one by one: there more at once o
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from blockpilot.cache.slots import SlotCache
 from blockpilot.core.errors import InputError
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
+from blockpilot.decoding.drafter import DraftRequest, Observation
 from blockpilot.engine.llm import LLM
 from blockpilot.pilots.fixed import PlainPilot
-from blockpilot.replay.anchor_blocks import AnchorBlocks
-from blockpilot.replay.anchor_drafts import AnchorDrafts
+from blockpilot.pilots.growth import grow_chain
+from blockpilot.replay.anchor_drafts import AnchorBlocks, AnchorDrafts
 from blockpilot.replay.config import CollectConfig, ReplayRequest
 from blockpilot.replay.finished_text import FinishedText, Reading, read_texts
 from blockpilot.replay.traces import Bytes, DraftColumns, Trace, TraceSetting
-from blockpilot.replay.visited_walks import walk_sizes
 from blockpilot.training.bulk_generation import BulkGenerator, Row
 
 BULK_ROWS = 256
@@ -161,3 +163,57 @@ def _split(blocks: AnchorBlocks, emitted: Tensor, offered: Mapping[int, Mapping[
         for row in range(len(blocks.counts))
     ]
     return list(zip(blocks.split(emitted.cpu().numpy()), drafts, strict=True))
+
+
+@dataclass
+class _Walk:
+    """A fixed chain on its way through a finished answer."""
+
+    slot: int  # of the drafter
+    size: int
+    emitted: Bytes  # [A], to be filled
+    place: int = 0  # answer index of its anchor
+    num_seen: int = 0  # tokens its drafter has observed
+
+
+def walk_sizes(drafter: DFlashDrafter, reading: Reading, *, sizes: Sequence[int], slots: SlotCache) -> Bytes:
+    """Emitted lengths [A, S] of fixed chains; 0 where a chain of that size never stands.
+
+    The drafter drafts only where each of them stands: much less work than every anchor where only a sweep of sizes is
+    wanted. The sizes walk side by side as requests do online, one slot of the drafter each, handed out by `slots`.
+    """
+    emitted = np.zeros((reading.text.num_anchors, len(sizes)), dtype=np.uint8)
+    width = slots.num_free
+    for start in range(0, len(sizes), width):
+        columns = range(start, min(start + width, len(sizes)))
+        walks = [_Walk(slots.reserve(), sizes[column], emitted[:, column]) for column in columns]
+        try:
+            while live := [walk for walk in walks if walk.place < reading.text.num_anchors]:
+                _step_walks(drafter, reading, live)
+        finally:
+            for walk in walks:
+                drafter.forget(walk.slot)
+                slots.free(walk.slot)
+    return emitted
+
+
+def _step_walks(drafter: DFlashDrafter, reading: Reading, walks: Sequence[_Walk]) -> None:
+    """One draft of every walk, and on to where the answer confirms it."""
+    text, ids, taps = reading.text, reading.text.ids, reading.taps
+    observations, requests = [], []
+    for walk in walks:
+        position = len(text.prompt_ids) + walk.place
+        new = slice(walk.num_seen, position)
+        observations.append(Observation(walk.slot, ids[new], taps[new]))
+        walk.num_seen = position
+        request = DraftRequest(walk.slot, ids[position], position, walk.size, num_candidates=1, params=text.params)
+        requests.append(request)
+    drafter.observe(observations)
+    for walk, draft in zip(walks, drafter.propose(requests), strict=True):
+        chain = grow_chain(draft, ids[len(text.prompt_ids) + walk.place], walk.size - 1).token_ids[1:]
+        following = text.answer_ids[walk.place + 1 :]
+        is_right = [drafted == true for drafted, true in zip(chain, following, strict=False)]
+        accepted = [*is_right, False].index(False)
+        count = min(accepted + 1, len(following))  # with the target's own next token, cut at the answer's end
+        walk.emitted[walk.place] = count
+        walk.place += count

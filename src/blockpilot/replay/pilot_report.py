@@ -31,12 +31,12 @@ _TREES = (2, 3, 4, 6, 8, 12, 15, 24, 31, 63)
 _NUM_NODES = 15  # nodes per anchor whose probabilities are judged
 _NUM_BINS = 15
 _STYLES = ("-", "--", "-.", ":", (0, (1, 1)), (0, (5, 1)), (0, (3, 1, 1, 1)))
-_LOADS = {  # what a draft and each drafted token checked cost, in plain steps
-    "flat": (0.15, 0.0),
-    "mild": (0.15, 0.02),
-    "cpu-like": (0.25, 0.05),
-    "loaded": (0.25, 0.1),
-    "saturated": (0.2, 0.5),
+LOADS = {  # what a draft, a plain step and each drafted token checked cost, in plain steps
+    "flat": StepCosts.linear(0.15, 1.0, 0.0),
+    "mild": StepCosts.linear(0.15, 1.0, 0.02),
+    "cpu-like": StepCosts.linear(0.25, 1.0, 0.05),
+    "loaded": StepCosts.linear(0.25, 1.0, 0.1),
+    "saturated": StepCosts.linear(0.2, 1.0, 0.5),
 }
 
 
@@ -89,10 +89,6 @@ def _alike(train: Sequence[Trace], test: Sequence[Trace], sizes: Sequence[int]) 
             "held-out ones, so no fixed size can be chosen on them: collect both alike"
         )
     return found
-
-
-def linear_loads() -> dict[str, StepCosts]:
-    return {name: StepCosts.linear(draft, 1.0, slope) for name, (draft, slope) in _LOADS.items()}
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ when n was enqueued. Then the pilot learns one step late, as it does there.
 The oracles know afterwards which block size was the best one, per request and per step.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from blockpilot.core.errors import InputError
@@ -58,50 +59,57 @@ def simulate(
     trace: Trace, pilot: Pilot, costs: StepCosts | None = None, *, is_pipelined: bool = False
 ) -> list[SimulatedStep]:
     """The steps that `pilot` takes through a request's answer, as the only request."""
-    walk = _Walk(trace, pilot, costs.padding if costs else (), is_pipelined)
-    while walk.anchor < trace.num_anchors:
-        step = walk.step()
-        walk.steps.append(_price(trace, step, costs, is_watched=pilot.num_candidates > 0))
-        walk.anchor += step.emitted
-    return walk.steps
+    request = _Request(trace, pilot, costs.padding if costs else (), is_pipelined)
+    steps = _walk(trace, request.step)
+    return [_price(trace, step, costs, is_watched=pilot.num_candidates > 0) for step in steps]
+
+
+def _walk(trace: Trace, step_at: Callable[[int], SimulatedStep]) -> list[SimulatedStep]:
+    """The steps from the first anchor to the answer's end."""
+    steps: list[SimulatedStep] = []
+    anchor = 0
+    while anchor < trace.num_anchors:
+        steps.append(step_at(anchor))
+        anchor += steps[-1].emitted
+    return steps
 
 
 @dataclass
-class _Walk:
-    """One request, walked through its answer."""
+class _Request:
+    """A request on its way through its answer."""
 
     trace: Trace
     pilot: Pilot
     buckets: tuple[int, ...]
     is_pipelined: bool
-    steps: list[SimulatedStep] = field(default_factory=list)
-    anchor: int = 0
+    num_steps: int = 0
     chosen: Choice | None = None  # for the next step, made while this one is in flight
     memory: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self.memory = self.pilot.start(self.trace.prefill_state() if self.pilot.reads_prefill else None)
 
-    def step(self) -> SimulatedStep:
-        inputs = self._inputs()
+    def step(self, anchor: int) -> SimulatedStep:
+        inputs = self._inputs(anchor)
+        self.num_steps += 1
         if inputs.num_remaining <= 1:
-            return _plain_step(self.anchor)
+            return _plain_step(anchor)
         choice = self.chosen or self._choose(inputs)
         # one more step is enqueued, or at least chosen, unless this one may be the last
         is_followed = self.is_pipelined and inputs.num_remaining > max(choice.draft_size, 1)
         self.chosen = self._choose(inputs) if is_followed else None
         size = min(choice.draft_size, inputs.max_block_size)
         if size <= 1:
-            return _plain_step(self.anchor)
+            return _plain_step(anchor)
         if choice.is_whole_chain and size in self.trace.setting.sizes:
-            return chain_step(self.trace, size, self.anchor)
-        return self._drafted_step(inputs, choice, size)
+            return chain_step(self.trace, size, anchor)
+        return self._drafted_step(anchor, inputs, choice, size)
 
     def _choose(self, inputs: PilotInputs) -> Choice:
         return self.pilot.choose([Asked(self.memory, inputs)])[0]
 
-    def _drafted_step(self, inputs: PilotInputs, choice: Choice, size: int) -> SimulatedStep:
-        trace, anchor = self.trace, self.anchor
+    def _drafted_step(self, anchor: int, inputs: PilotInputs, choice: Choice, size: int) -> SimulatedStep:
+        trace = self.trace
         draft = trace.candidates(size, anchor, self.pilot.num_candidates)
         tree, promised, head = self.pilot.select([Drafted(self.memory, inputs, choice, draft, ABSENT)])[0]
         true_ranks = [*trace.draft(size).true_ranks[anchor].tolist(), ABSENT]  # nothing is drafted below the last depth
@@ -110,14 +118,14 @@ class _Walk:
         self.pilot.learn([Outcome(self.memory, inputs, tree.max_depth, promised, head, emitted)])
         return SimulatedStep(anchor=anchor, block_size=size, verify_size=len(tree), emitted=emitted)
 
-    def _inputs(self) -> PilotInputs:
+    def _inputs(self, anchor: int) -> PilotInputs:
         """The values that `Sequence.pilot_inputs` gives when the answer ends with this anchor."""
         trace = self.trace
         return PilotInputs(
-            num_steps=len(self.steps),
-            context_length=trace.num_prompt_tokens + self.anchor,
+            num_steps=self.num_steps,
+            context_length=trace.num_prompt_tokens + anchor,
             batch_size=1,
-            num_remaining=trace.max_new_tokens - self.anchor - 1,
+            num_remaining=trace.max_new_tokens - anchor - 1,
             max_block_size=trace.setting.max_block_size,
             trained_block_size=trace.setting.trained_block_size,
             temperature=trace.temperature,
@@ -127,13 +135,7 @@ class _Walk:
 
 def walk_chain(trace: Trace, size: int, costs: StepCosts | None = None) -> list[SimulatedStep]:
     """The steps of a chain drafted and checked at one size; 1 is plain decoding."""
-    steps: list[SimulatedStep] = []
-    anchor = 0
-    while anchor < trace.num_anchors:
-        step = chain_step(trace, size, anchor, costs=costs, is_watched=size > 1)
-        steps.append(step)
-        anchor += step.emitted
-    return steps
+    return _walk(trace, partial(chain_step, trace, size, costs=costs, is_watched=size > 1))
 
 
 def chain_step(
@@ -186,9 +188,6 @@ def oracle_steps(trace: Trace, costs: StepCosts, *, sizes: Sequence[int] | None 
         steps = [chain_step(trace, size, anchor, costs=costs) for size in allowed]
         best[anchor] = min(steps, key=lambda step: step.milliseconds + rest[step.anchor + step.emitted])
         rest[anchor] = best[anchor].milliseconds + rest[anchor + best[anchor].emitted]
-    walk, anchor = [], 0
-    while anchor < trace.num_anchors:
-        walk.append(best[anchor])
-        anchor += best[anchor].emitted
+    walk = _walk(trace, best.__getitem__)
     plain = walk_chain(trace, 1, costs)
     return plain if total([plain]).milliseconds < total([walk]).milliseconds else walk

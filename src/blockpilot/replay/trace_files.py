@@ -66,14 +66,12 @@ class TraceSet:
 
     def __iter__(self) -> Iterator[Trace]:
         for path in self.shards:
-            yield from self._read(path)
-
-    def _read(self, path: Path) -> list[Trace]:
-        columns, strings = _read_shard(path)
-        try:
-            return list(_unpack(columns, strings, self.setting, self.manifest["draft_sizes"]))
-        except (KeyError, ValueError, TypeError, IndexError) as error:
-            raise _damaged(path) from error
+            columns, strings = _read_shard(path)
+            try:
+                traces = list(_unpack(columns, strings, self.setting, self.manifest["draft_sizes"]))
+            except (KeyError, ValueError, TypeError, IndexError) as error:
+                raise _damaged(path) from error
+            yield from traces
 
 
 def shipped_traces(target: str) -> Path | None:
@@ -148,7 +146,11 @@ def _unpack(
     prefill_bounds = list(pairwise(columns["prefill.offsets"].tolist()))
     for row, (start, end) in enumerate(pairwise(columns["answer_offsets"].tolist())):
         anchors = slice(start - row, end - row - 1)
-        drafts = {size: _unpack_draft(columns, f"draft{size}", anchors) for size in draft_sizes}
+        drafts: dict[int, DraftColumns] = {}
+        for size in draft_sizes:
+            names = [name for name in _DRAFT_COLUMNS if f"draft{size}.{name}" in columns]
+            found: dict[str, Any] = {name: columns[f"draft{size}.{name}"][anchors] for name in names}
+            drafts[size] = DraftColumns(**found)
         kept = slice(*prefill_bounds[row])
         yield Trace(
             **strings[row],
@@ -165,12 +167,6 @@ def _unpack(
             drafts=drafts,
             setting=setting,
         )
-
-
-def _unpack_draft(columns: _Columns, prefix: str, anchors: slice) -> DraftColumns:
-    names = [name for name in _DRAFT_COLUMNS if f"{prefix}.{name}" in columns]
-    found: dict[str, Any] = {name: columns[f"{prefix}.{name}"][anchors] for name in names}
-    return DraftColumns(**found)
 
 
 def _offsets(lengths: list[int]) -> NDArray[np.int64]:

@@ -96,9 +96,7 @@ class Trace:
         """The target's state after the prompt, as a pilot's `start` gets it; probabilities not kept are 0."""
         import torch
 
-        probabilities = torch.zeros(self.setting.vocab_size)
-        probabilities[torch.from_numpy(self.prefill.token_ids.astype(np.int64))] = torch.from_numpy(
-            self.prefill.probabilities.copy()
-        )
-        hidden = torch.from_numpy(self.prefill.hidden.astype(np.float32))
+        kept = np.zeros(self.setting.vocab_size, np.float32)
+        kept[self.prefill.token_ids] = self.prefill.probabilities
+        probabilities, hidden = torch.from_numpy(kept), torch.from_numpy(self.prefill.hidden.astype(np.float32))
         return PrefillState(num_prompt_tokens=self.num_prompt_tokens, probabilities=probabilities, hidden=hidden)

@@ -8,13 +8,11 @@ decoding: after whole characters they always add the same text (`Pieces`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 _REPLACEMENT = "\ufffd"
 
 
-class _Decodes(Protocol):
-    def decode(self, token_ids: Sequence[int], /) -> str: ...
+Decode = Callable[[Sequence[int]], str]
 
 
 class Pieces(dict[int, str]):
@@ -23,7 +21,7 @@ class Pieces(dict[int, str]):
     For vocabularies of bytes alone: there a text is the tokens' bytes, one behind the other.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Decode) -> None:
         super().__init__()
         self._decode = decode
 
@@ -34,8 +32,8 @@ class Pieces(dict[int, str]):
 
 
 class IncrementalDetokenizer:
-    def __init__(self, tokenizer: _Decodes, pieces: Mapping[int, str] | None = None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, decode: Decode, pieces: Mapping[int, str] | None = None) -> None:
+        self._decode = decode
         self._pieces = pieces
         self._window: list[int] = []  # the last settled piece, then the ids not settled yet
         self._num_settled = 0  # how many ids of the window belong to the settled piece
@@ -55,7 +53,7 @@ class IncrementalDetokenizer:
             self._final.append(piece)
             return piece
         self._window.append(token_id)
-        fresh = self._tokenizer.decode(self._window)[self._settled_length :]
+        fresh = self._decode(self._window)[self._settled_length :]
         if not fresh or fresh.endswith(_REPLACEMENT):
             self._held = fresh
             return ""
@@ -68,7 +66,7 @@ class IncrementalDetokenizer:
     def _settle(self, fresh: str) -> str:
         self._window = self._window[self._num_settled :]
         self._num_settled = len(self._window)
-        self._settled_length = len(self._tokenizer.decode(self._window))
+        self._settled_length = len(self._decode(self._window))
         self._final.append(fresh)
         self._held = ""
         return fresh

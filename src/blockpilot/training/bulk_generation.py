@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.gpu.device import has_triton
+from blockpilot.gpu.device import graph_pool, has_triton
 from blockpilot.models.decoder import Attend, Decoder
 from blockpilot.training.dense_attention import PrefillAttention, StaticCacheAttention
 
@@ -64,7 +64,7 @@ class BulkGenerator:
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self._steps: dict[int, Callable[[], None]] = {}
         self._has_kernel = self.device.type == "cuda" and has_triton()
-        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._pool = graph_pool(self.device)
 
     @torch.inference_mode()
     def run(self, source: Iterator[Row]) -> Iterator[Row]:
@@ -86,8 +86,7 @@ class BulkGenerator:
         return min(self.capacity, -(-(longest + self.refill_every + 1) // _WINDOW_STEP) * _WINDOW_STEP)
 
     def _step(self, window: int) -> None:
-        attend = self._attention(window)
-        hidden, _ = self.decoder(self.tokens, self.positions, attend)
+        hidden, _ = self.decoder(self.tokens, self.positions, self._attention(window))
         logits = self.decoder.logits(hidden).float()
         self.tokens.copy_(self._sample(logits, self.temperatures))
         self.positions.add_(1).clamp_(max=self.capacity - 1)

@@ -47,17 +47,17 @@ class StaticCacheAttention:
         return out.reshape(num_rows, num_heads * head_dim)
 
 
-class PrefillAttention:
+class PrefillAttention(CausalAttention):
     """Padded prompts of some rows, causal from position 0, written into the static cache."""
 
     def __init__(self, cache: Tensor, rows: Tensor, length: int) -> None:
+        super().__init__(len(rows))
         self.cache, self.rows, self.length = cache, rows, length
-        self.causal = CausalAttention(len(rows))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for index, new in enumerate((k, v)):
-            self.cache[layer, index, self.rows, :, : self.length] = _split(new, len(self.rows))
-        return self.causal(layer, q, k, v)
+            self.cache[layer, index, self.rows, :, : self.length] = _split(new, self.batch_size)
+        return super().__call__(layer, q, k, v)
 
 
 class BlockAttention:
@@ -87,17 +87,10 @@ class UnrollAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.steps.append([_expand(_split(x, self.batch_size), q.shape[1]) for x in (k, v)])
         keys, values = (torch.cat(parts, dim=2) for parts in zip(*self.steps, strict=True))
-        mask = _unroll_mask(len(q) // self.batch_size, len(self.steps) - 1, q.device)
-        return _attend(q, keys, values, attn_mask=mask)
-
-
-def _unroll_mask(width: int, step: int, device: torch.device) -> Tensor:
-    """[T, (step + 1) * T]: which rows of which step row i of this step sees."""
-    row = torch.arange(width, device=device)[:, None]
-    column = torch.arange(width, device=device)
-    parts = [column <= row - step]
-    parts += [column == row - step + later for later in range(1, step + 1)]
-    return torch.cat(parts, dim=1)
+        step, column = len(self.steps) - 1, torch.arange(len(q) // self.batch_size, device=q.device)
+        start = column[:, None] - step  # of the chain that each row of this step belongs to
+        masks = [column <= start, *(column == start + later for later in range(1, step + 1))]
+        return _attend(q, keys, values, attn_mask=torch.cat(masks, dim=1))  # [T, (step + 1) * T]
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:

@@ -9,10 +9,8 @@ from torch import Tensor
 from blockpilot.core.errors import InputError
 from blockpilot.models.config import DecoderConfig
 from blockpilot.models.dflash import DFlash, DFlashConfig, DraftLayer
-from blockpilot.models.dflash_format import load_dflash
-from blockpilot.models.drafter_files import check_fit
 from blockpilot.models.eagle3 import Eagle3, Eagle3Config
-from blockpilot.models.loading import LoadedTarget
+from blockpilot.models.loading import LoadedTarget, check_fit, load_drafter
 from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.responses import ResponseSet
 
@@ -77,7 +75,9 @@ def initialise(model: DFlash) -> None:
 def _start_from(run: DrafterRun, wanted: DFlashConfig, target: DecoderConfig) -> DFlash:
     """An earlier drafter, in full precision and trainable again; its mask token and head rows stay."""
     assert run.start_from is not None
-    model = load_dflash(run.start_from, torch.float32)
+    model = load_drafter(run.start_from, torch.float32)
+    if not isinstance(model, DFlash):
+        raise InputError(f"--start-from takes DFlash drafters only, and {run.start_from} is none")
     check_fit(model.config, target, run.start_from)
     num_rows = target.vocab_size if model.draft_token_ids is None else len(model.draft_token_ids)
     pairs = {name: (getattr(model.config, name), getattr(wanted, name)) for name in _SHAPE_FIELDS}
@@ -114,7 +114,7 @@ def frequent_tokens(count: int, target: LoadedTarget, texts: ResponseSet) -> Ten
     """The `count` token ids that answers use most, ascending; the ends of an answer are among them."""
     config = target.decoder.config
     counts = texts.count_answer_tokens(config.vocab_size).float()
-    counts[list(target.tokenizer.eos_token_ids or config.eos_token_ids)] = float("inf")
+    counts[list(target.eos_token_ids)] = float("inf")
     return counts.topk(count).indices.sort().values
 
 

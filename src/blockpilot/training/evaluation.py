@@ -17,9 +17,16 @@ from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import CandidateSelector, DFlash
 from blockpilot.models.eagle3 import Eagle3
 from blockpilot.text.repetition import loop_free_steps
-from blockpilot.training.blocks import Blocks, make_blocks
 from blockpilot.training.responses import ResponseSet, TextBatch
-from blockpilot.training.text_passes import TargetEnds, draft_hidden, head_rows, own_embedding, read_taps, unroll
+from blockpilot.training.text_passes import (
+    Blocks,
+    draft_hidden,
+    head_rows,
+    head_weight,
+    make_blocks,
+    read_taps,
+    unroll,
+)
 
 _RECALL_AT = 8
 ANCHORS_PER_PASS = 64  # DFlash blocks per text
@@ -83,7 +90,7 @@ def _draft_chains(model: Eagle3, decoder: Decoder, taps: Tensor, texts: TextBatc
     starts, ends = texts.prompt_lengths[:, None] - 1, texts.lengths[:, None] - 1
     is_known = (rows + 1 < ends) & (target >= 0)
     hits, recalls = [], []
-    for step, logits in enumerate(unroll(model, own_embedding(model, decoder), taps, texts.ids, num_steps=num_steps)):
+    for step, logits in enumerate(unroll(model, decoder, taps, texts.ids, num_steps=num_steps)):
         best = logits.topk(min(_RECALL_AT, logits.shape[-1]), dim=-1).indices
         hits.append(((best[..., 0] == target) & is_known).roll(-step, dims=1))
         recalls.append(((best == target[..., None]).any(-1) & is_known).roll(-step, dims=1))
@@ -93,7 +100,7 @@ def _draft_chains(model: Eagle3, decoder: Decoder, taps: Tensor, texts: TextBatc
 
 def _draft_blocks(model: DFlash, decoder: Decoder, taps: Tensor, texts: TextBatch, *, block_size: int) -> _Drafts:
     """Blocks of DFlash at every answer token, some at a time."""
-    ends = TargetEnds.of(model, decoder)
+    head = head_weight(model, decoder)
     most = max(1, int((texts.lengths - texts.prompt_lengths).max()))
     columns = []
     for steps in torch.arange(most, device=taps.device).split(ANCHORS_PER_PASS):
@@ -101,14 +108,15 @@ def _draft_blocks(model: DFlash, decoder: Decoder, taps: Tensor, texts: TextBatc
         is_anchor = anchors < texts.lengths[:, None]
         anchors, sizes = anchors.clamp(max=texts.ids.shape[1] - 1), torch.full_like(anchors, block_size)
         blocks = make_blocks(texts, anchors=anchors, sizes=sizes, full_size=block_size)
-        columns.append((*_score(model, ends, taps, blocks), is_anchor, is_anchor & blocks.is_valid.all(-1)))
+        hits, recalls = _score(model, decoder, taps, blocks, head=head)
+        columns.append((hits, recalls, is_anchor, is_anchor & blocks.is_valid.all(-1)))
     return _Drafts(*(torch.cat(column, dim=1) for column in zip(*columns, strict=True)))
 
 
-def _score(model: DFlash, ends: TargetEnds, taps: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
+def _score(model: DFlash, decoder: Decoder, taps: Tensor, blocks: Blocks, *, head: Tensor) -> tuple[Tensor, Tensor]:
     """Per anchor and depth: the drafted chain's token is right [B, A, D]; the right token is among the best 8."""
-    hidden = draft_hidden(model, ends.embed, taps, blocks)[:, :, 1:].to(ends.head.dtype)
-    logits = F.linear(hidden, ends.head).float()
+    hidden = draft_hidden(model, decoder, taps, blocks)[:, :, 1:].to(head.dtype)
+    logits = F.linear(hidden, head).float()
     width = model.config.selector_top_k if model.candidate_selector is not None else _RECALL_AT
     best = logits.topk(min(width, logits.shape[-1]), dim=-1)
     rows = model.draft_token_ids

@@ -24,7 +24,10 @@ def draw_curve(out: Path) -> list[Path]:
 
     def draw(figure: "Figure") -> None:
         loss, tau, position = figure.subplots(1, 3)
-        _draw_loss(loss, [row for row in rows if "loss" in row])
+        trained = [row for row in rows if "loss" in row]
+        marker = "o" if len(trained) < 3 else None
+        loss.plot([row["step"] for row in trained], [row["loss"] for row in trained], marker=marker)
+        loss.set(title="loss", xlabel="step")
         _draw_tau(tau, evaluations)
         _draw_positions(position, evaluations)
 
@@ -48,11 +51,6 @@ def write_figure(out: Path, name: str, size: tuple[float, float], draw: "Callabl
             with atomic_path(path) as temporary:
                 figure.savefig(temporary, format=path.suffix[1:], dpi=150, metadata={"Date": None} if is_svg else None)
     return paths
-
-
-def _draw_loss(axes: "Axes", rows: Sequence[dict[str, Any]]) -> None:
-    axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], marker="o" if len(rows) < 3 else None)
-    axes.set(title="loss", xlabel="step")
 
 
 def _draw_tau(axes: "Axes", rows: Sequence[dict[str, Any]]) -> None:

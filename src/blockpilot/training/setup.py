@@ -10,21 +10,15 @@ from blockpilot.core.config import default_dtype
 from blockpilot.core.device import resolve_device
 from blockpilot.core.errors import InputError
 from blockpilot.core.manifests import read_manifest
+from blockpilot.core.progress import Report
 from blockpilot.models.decoder import Decoder
-from blockpilot.models.dflash import DFlash
-from blockpilot.models.dflash_format import save_dflash
-from blockpilot.models.eagle3 import Eagle3
-from blockpilot.models.eagle3_format import save_eagle3
-from blockpilot.models.loading import LoadedTarget, load_target
-from blockpilot.models.wheel_download import Progress
+from blockpilot.models.loading import LoadedTarget, load_target, save_drafter
 from blockpilot.training.checkpoints import read_log
-from blockpilot.training.dflash_training import DFlashTraining
-from blockpilot.training.distributed import Group, join_group, own_device
+from blockpilot.training.distributed import join_group, own_device
 from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.drafters import build_dflash, build_eagle3
-from blockpilot.training.eagle3_training import Eagle3Training
 from blockpilot.training.figure import draw_curve
-from blockpilot.training.objective import DrafterTraining
+from blockpilot.training.objectives import DFlashTraining, DrafterTraining, Eagle3Training
 from blockpilot.training.responses import ResponseSet, read_responses
 from blockpilot.training.text_passes import read_taps
 from blockpilot.training.trainer import Trainer
@@ -35,9 +29,7 @@ _CHECKED_TEXTS = 32
 _LEAST_AGREEMENT = 0.4  # of answers that are mostly greedy, far below what the author of the text reaches
 
 
-def load_training_target(
-    spec: str, *, device: str, dtype: str | None, progress: Progress | None = None
-) -> LoadedTarget:
+def load_training_target(spec: str, *, device: str, dtype: str | None, progress: Report | None = None) -> LoadedTarget:
     """The target, frozen, on its device; nothing is packed, because training reads its weights."""
     resolve_device(device)
     place, name = own_device(device), dtype or default_dtype(device)
@@ -58,16 +50,18 @@ def train_drafter(
     texts, held_out = split_texts(read_responses(data), run.limit_texts)
     agreement = check_data(target.decoder, texts, width=run.width)
     torch.manual_seed(run.seed)
-    objective = _build_objective(run, target, texts, held_out)
-    identity = {
-        "target": target.name,
-        "data": (read_manifest(data) or {}).get("config"),
-        "num_texts": len(texts),
-    }
+    objective: DrafterTraining
+    if run.kind == "eagle3":
+        objective = Eagle3Training(build_eagle3(run, target, texts).to(device), target.decoder, run, held_out)
+    else:
+        objective = DFlashTraining(build_dflash(run, target, texts).to(device), target.decoder, run, held_out)
+    source = (read_manifest(data) or {}).get("config")
+    identity = {"target": target.name, "data": source, "num_texts": len(texts)}
     with join_group(device) as group:
-        trainer = Trainer(objective, texts, run, out=out, group=group, identity=identity)
-        trainer.run(report)
-    _save(objective.model, out, group)
+        Trainer(objective, texts, run, out=out, group=group, identity=identity).run(report)
+    if group.rank == 0:
+        save_drafter(objective.model.to(torch.bfloat16), out / "drafter")
+        draw_curve(out)
     return {
         "drafter": str(out / "drafter"),
         "steps": run.steps,
@@ -75,27 +69,6 @@ def train_drafter(
         "num_parameters": sum(parameter.numel() for parameter in objective.model.parameters()),
         "evaluation": next((row["evaluation"] for row in reversed(list(read_log(out))) if "evaluation" in row), {}),
     }
-
-
-def _save(model: DFlash | Eagle3, out: Path, group: Group) -> None:
-    if group.rank:
-        return
-    model.to(torch.bfloat16)
-    if isinstance(model, Eagle3):
-        save_eagle3(model, out / "drafter")
-    else:
-        save_dflash(model, out / "drafter")
-    draw_curve(out)
-
-
-def _build_objective(
-    run: DrafterRun, target: LoadedTarget, texts: ResponseSet, held_out: ResponseSet
-) -> DrafterTraining:
-    decoder = target.decoder
-    device = decoder.embed_tokens.weight.device
-    if run.kind == "eagle3":
-        return Eagle3Training(build_eagle3(run, target, texts).to(device), decoder, run, held_out)
-    return DFlashTraining(build_dflash(run, target, texts).to(device), decoder, run, held_out)
 
 
 def check_data(decoder: Decoder, data: ResponseSet, *, width: int) -> float:

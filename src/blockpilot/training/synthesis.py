@@ -6,11 +6,10 @@ greedy for most prompts, sampled for some, each cut where it starts to repeat it
 learns to loop.
 """
 
-import itertools
 import json
 import random
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,7 +48,7 @@ class SynthesisConfig:
 
 def synthesize(config: SynthesisConfig, target: LoadedTarget, out: Path, report: Report) -> None:
     """Run both phases into `out`, continuing whatever is there."""
-    if not target.tokenizer.has_chat_template:
+    if target.tokenizer.chat_template is None:
         raise InputError(f"{target.name} has no chat template, so nobody could ask the drafter's target a question")
     try:
         _Synthesis(config, target, out, report).run()
@@ -88,9 +87,8 @@ class _Synthesis:
         if config.num_written:
             texts += self._write_prompts()
         unique = list(dict.fromkeys(text.strip() for text in texts if text.strip()))
-        if config.excluded_files:
-            excluded = [prompt.text for name in config.excluded_files for prompt in read_prompts(Path(name))]
-            unique = without_overlap(unique, excluded)
+        excluded = [prompt.text for name in config.excluded_files for prompt in read_prompts(Path(name))]
+        unique = without_overlap(unique, excluded)
         encoded = [self.tokenizer.encode_chat(text) for text in unique]
         kept = [ids for ids in encoded if len(ids) <= config.max_prompt_length]
         if not kept:
@@ -111,17 +109,16 @@ class _Synthesis:
         limit = len(prefix) + config.max_prompt_length
         rows = [Row(prefix + starts[index % len(starts)], 1.0, limit) for index in range(config.num_written)]
         self._write(rows, limit, config.seed, lambda rate: "writing prompts")
-        is_whole = [row.answer_ids[-1] in self._eos_token_ids and len(row.answer_ids) > 3 for row in rows]
         return [
             self.tokenizer.decode(row.prompt_ids[len(prefix) :] + row.answer_ids)
-            for row in itertools.compress(rows, is_whole)
+            for row in rows
+            if row.answer_ids[-1] in self.target.eos_token_ids and len(row.answer_ids) > 3
         ]
 
     def _answer(self, rows: list[Row], shard: int) -> Iterator[Response]:
         """Answers in the order of their prompts: rows finish short ones first, and held-out texts are the last ones."""
         seed = self.config.seed * 1000003 + shard + 1
-        name = f"answers of shard {shard}"
-        self._write(rows, self.config.max_length, seed, lambda rate: f"{name} ({rate:,.0f} tokens/s)")
+        self._write(rows, self.config.max_length, seed, lambda rate: f"answers of shard {shard} ({rate:,.0f} tokens/s)")
         for row in rows:
             answer = row.answer_ids[: find_loop(row.answer_ids)]
             if len(answer) >= self.config.min_answer_length:
@@ -133,7 +130,7 @@ class _Synthesis:
             self.target.decoder,
             num_rows=self.config.num_rows,
             capacity=max_length + 1,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=self.target.eos_token_ids,
             seed=seed,
         )
         started, num_tokens = time.perf_counter(), 0
@@ -141,10 +138,6 @@ class _Synthesis:
             num_tokens += len(row.answer_ids)
             if done % _REPORT_EVERY == 0 or done == len(rows):
                 self.report(describe(num_tokens / (time.perf_counter() - started)), done, len(rows))
-
-    @property
-    def _eos_token_ids(self) -> Collection[int]:
-        return self.tokenizer.eos_token_ids or self.target.decoder.config.eos_token_ids
 
 
 def chat_prefix(tokenizer: Tokenizer) -> list[int]:

@@ -32,7 +32,7 @@ from blockpilot.training.checkpoints import (
 )
 from blockpilot.training.distributed import Group
 from blockpilot.training.drafter_run import DrafterRun
-from blockpilot.training.objective import DrafterTraining
+from blockpilot.training.objectives import DrafterTraining
 from blockpilot.training.responses import ResponseSet
 
 _WARMUP_SHARE = 0.03  # of the steps
@@ -84,7 +84,8 @@ class Trainer:
 
     def _run(self, report: Report, stop: StopFlag) -> None:
         started, first = time.perf_counter(), self.step
-        if self._is_evaluation_due() and not self._has_evaluation():
+        has_evaluation = any(row["step"] == self.step and "evaluation" in row for row in read_log(self.out))
+        if self._is_evaluation_due() and not has_evaluation:
             self._evaluate(report)  # the run ended between this step's checkpoint and its evaluation
         while self.step < self.settings.steps:
             metrics = self._train_step()
@@ -113,12 +114,8 @@ class Trainer:
         self.group.average_gradients(self.parameters)
         norm = nn.utils.clip_grad_norm_(self.parameters, _CLIP_NORM)
         self._update()
-        return {
-            "loss": loss.detach(),
-            **terms.metrics,
-            "gradient_norm": norm,
-            "learning_rate": torch.tensor(rate, device=device),
-        }
+        rates = {"gradient_norm": norm, "learning_rate": torch.tensor(rate, device=device)}
+        return {"loss": loss.detach(), **terms.metrics, **rates}
 
     def _update(self) -> None:
         self._is_whole = False
@@ -154,22 +151,19 @@ class Trainer:
         every = self.settings.evaluate_every
         return self.step == self.settings.steps or bool(every and self.step and self.step % every == 0)
 
-    def _has_evaluation(self) -> bool:
-        return any(row["step"] == self.step and "evaluation" in row for row in read_log(self.out))
-
     def _evaluate(self, report: Report) -> None:
         if self.group.rank == 0:
-            self._log({"step": self.step, "evaluation": self.objective.evaluate()}, report)
+            self._log({"evaluation": self.objective.evaluate()}, report)
 
     def _log_metrics(self, metrics: dict[str, Tensor], speed: float, report: Report) -> None:
         values = self.group.mean(torch.stack([value.float() for value in metrics.values()])).tolist()
-        row = {"step": self.step, **dict(zip(metrics, values, strict=True)), "steps_per_second": speed}
-        if self.group.rank == 0:
-            self._log(row, report)
+        self._log({**dict(zip(metrics, values, strict=True)), "steps_per_second": speed}, report)
 
-    def _log(self, row: dict[str, Any], report: Report) -> None:
-        append_log(self.out, row)
-        report(row)
+    def _log(self, values: dict[str, Any], report: Report) -> None:
+        if self.group.rank == 0:
+            row = {"step": self.step, **values}
+            append_log(self.out, row)
+            report(row)
 
     def _save_and_tell(self, what: str) -> str:
         """Keep all that can be kept, and say how to go on."""
@@ -205,14 +199,12 @@ def _make_optimizers(model: nn.Module, run: DrafterRun) -> list[torch.optim.Opti
     """AdamW for everything, or Muon for matrices; look-up tables are no matrices."""
     options: dict[str, Any] = {"lr": run.learning_rate, "weight_decay": _WEIGHT_DECAY}
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    is_matrix = [run.optimizer == "muon" and p.dim() == 2 and "codebook" not in name for name, p in named]
-    matrices, rest = (
-        [parameter for (_, parameter), is_one in zip(named, is_matrix, strict=True) if is_one is wanted]
-        for wanted in (True, False)
-    )
+    matrices = {name for name, p in named if run.optimizer == "muon" and p.dim() == 2 and "codebook" not in name}
+    rest = [parameter for name, parameter in named if name not in matrices]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, betas=(0.9, 0.95), **options)]
     if matrices:
-        optimizers.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options))
+        chosen = [parameter for name, parameter in named if name in matrices]
+        optimizers.append(torch.optim.Muon(chosen, adjust_lr_fn="match_rms_adamw", **options))
     return optimizers
 
 

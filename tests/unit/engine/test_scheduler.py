@@ -16,7 +16,7 @@ def make_sequence(request_id: int, prompt_length: int) -> Sequence:
         pilot=PlainPilot(),
         eos_token_ids=frozenset(),
         max_total=100,
-        detokenizer=IncrementalDetokenizer(make_tokenizer()),
+        detokenizer=IncrementalDetokenizer(make_tokenizer().decode),
     )
 
 

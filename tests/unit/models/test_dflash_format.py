@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.dflash_format import dflash_config_dict, load_dflash, parse_dflash_config, save_dflash
-from blockpilot.models.drafter_files import check_fit
+from blockpilot.models.dflash_format import dflash_config_dict, parse_dflash_config, save_dflash
+from blockpilot.models.loading import check_fit, load_drafter
 from tests.tiny import CONFIGS, VOCAB_SIZE, make_dflash
 
 
@@ -35,7 +35,7 @@ def is_second(request: pytest.FixtureRequest) -> bool:
 def test_round_trip(is_second: bool, tmp_path: Path) -> None:
     model = make_dflash(is_second=is_second)
     save_dflash(model, tmp_path)
-    loaded = load_dflash(str(tmp_path), torch.float32)
+    loaded = load_drafter(str(tmp_path), torch.float32)
     unused = {} if is_second else {"conv_group_size": 8, "selector_top_k": 5}  # not stored where nothing uses them
     assert replace(loaded.config, layers=model.config.layers, **unused) == model.config
     assert replace(loaded.config.layers, is_tied=True, eos_token_ids=()) == replace(
@@ -68,7 +68,7 @@ def test_head_rows_travel_with_the_drafter(tmp_path: Path) -> None:
     model = make_dflash()
     model.draft_token_ids = torch.tensor([5, 1, 60])
     save_dflash(model, tmp_path)
-    loaded = load_dflash(str(tmp_path), torch.bfloat16)
+    loaded = load_drafter(str(tmp_path), torch.bfloat16)
     assert loaded.draft_token_ids is not None
     assert loaded.draft_token_ids.tolist() == [5, 1, 60]
     assert loaded.norm.weight.dtype == torch.bfloat16
@@ -81,7 +81,7 @@ def test_bad_head_rows_are_refused(rows: torch.Tensor, tmp_path: Path) -> None:
     save_dflash(make_dflash(), tmp_path)
     edit_tensors(tmp_path, lambda tensors: tensors.update(draft_token_ids=rows))
     with pytest.raises(InputError, match="draft_token_ids"):
-        load_dflash(str(tmp_path), torch.float32)
+        load_drafter(str(tmp_path), torch.float32)
 
 
 @pytest.mark.parametrize("key", ["num_target_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"])
@@ -89,7 +89,7 @@ def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
     save_dflash(make_dflash(), tmp_path)
     edit_config(tmp_path, lambda raw: raw.pop(key))
     with pytest.raises(InputError, match=f"config.json: key '{key}' is missing"):
-        load_dflash(str(tmp_path), torch.float32)
+        load_drafter(str(tmp_path), torch.float32)
 
 
 @pytest.mark.parametrize("key", ["mask_token_id", "target_layer_ids"])
@@ -97,14 +97,14 @@ def test_a_missing_option_is_named(key: str, tmp_path: Path) -> None:
     save_dflash(make_dflash(), tmp_path)
     edit_config(tmp_path, lambda raw: raw["dflash_config"].pop(key))
     with pytest.raises(InputError, match=f"'{key}' is missing"):
-        load_dflash(str(tmp_path), torch.float32)
+        load_drafter(str(tmp_path), torch.float32)
 
 
 def test_a_value_of_the_wrong_kind_is_one_clear_line(tmp_path: Path) -> None:
     save_dflash(make_dflash(), tmp_path)
     edit_config(tmp_path, lambda raw: raw["dflash_config"].update(mask_token_id=None))
     with pytest.raises(InputError, match=r"config\.json"):
-        load_dflash(str(tmp_path), torch.float32)
+        load_drafter(str(tmp_path), torch.float32)
 
 
 def test_block_size_may_stand_among_the_options() -> None:
@@ -131,9 +131,10 @@ def test_what_we_cannot_run_is_named(option: dict[str, Any]) -> None:
         parse_dflash_config(raw, "here")
 
 
-def test_another_model_is_no_drafter() -> None:
-    with pytest.raises(InputError, match=r"LlamaForCausalLM.*no DFlash drafter"):
-        parse_dflash_config({"architectures": ["LlamaForCausalLM"]}, "here")
+def test_another_model_is_no_drafter(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(InputError, match=r"LlamaForCausalLM.*name no drafter"):
+        load_drafter(str(tmp_path), torch.float32)
 
 
 @pytest.mark.parametrize("name", ["fc.weight", "layers.1.self_attn.q_norm.weight"])
@@ -141,11 +142,11 @@ def test_missing_and_unexpected_tensors_are_named(name: str, tmp_path: Path) -> 
     save_dflash(make_dflash(), tmp_path)
     edit_tensors(tmp_path, lambda tensors: tensors.pop(name))
     with pytest.raises(InputError, match=f"missing tensors: {name}"):
-        load_dflash(str(tmp_path), torch.float32)
+        load_drafter(str(tmp_path), torch.float32)
     save_dflash(make_dflash(), tmp_path)
     edit_tensors(tmp_path, lambda tensors: tensors.update(stranger=torch.zeros(1)))
     with pytest.raises(InputError, match="unexpected tensors: stranger"):
-        load_dflash(str(tmp_path), torch.float32)
+        load_drafter(str(tmp_path), torch.float32)
 
 
 def write_speculators(folder: Path, **changes: Any) -> None:
@@ -173,7 +174,7 @@ def write_speculators(folder: Path, **changes: Any) -> None:
 
 def test_the_speculators_format_is_read(tmp_path: Path) -> None:
     write_speculators(tmp_path)
-    loaded, model = load_dflash(str(tmp_path), torch.float32), make_dflash()
+    loaded, model = load_drafter(str(tmp_path), torch.float32), make_dflash()
     assert loaded.config.tap_layers == (0, 2)
     assert (loaded.config.block_size, loaded.config.mask_token_id) == (8, VOCAB_SIZE - 1)
     assert torch.equal(loaded.fc.weight, model.fc.weight)
@@ -183,14 +184,14 @@ def test_the_speculators_format_is_read(tmp_path: Path) -> None:
 def test_a_reduced_speculators_vocabulary_is_refused(tmp_path: Path) -> None:
     write_speculators(tmp_path, draft_vocab_size=32)
     with pytest.raises(InputError, match="draft_vocab_size"):
-        load_dflash(str(tmp_path), torch.float32)
+        load_drafter(str(tmp_path), torch.float32)
 
 
 def test_copies_of_the_targets_weights_are_unexpected_in_our_own_format(tmp_path: Path) -> None:
     save_dflash(make_dflash(), tmp_path)
     edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(VOCAB_SIZE, 32)}))
     with pytest.raises(InputError, match=r"unexpected tensors: lm_head\.weight"):
-        load_dflash(str(tmp_path), torch.float32)
+        load_drafter(str(tmp_path), torch.float32)
 
 
 @pytest.mark.parametrize(("field", "theirs"), [("hidden_size", 64), ("vocab_size", 100), ("num_layers", 5)])

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.drafter_files import check_fit
 from blockpilot.models.eagle3 import Eagle3
-from blockpilot.models.eagle3_format import load_eagle3, parse_eagle3_config, save_eagle3
+from blockpilot.models.eagle3_format import parse_eagle3_config, save_eagle3
+from blockpilot.models.loading import check_fit, load_drafter
 from tests.support import causal_attend
 from tests.tiny import CONFIGS, VOCAB_SIZE, make_eagle3, make_llm
 
@@ -109,7 +109,7 @@ def same(first: Eagle3, second: Eagle3) -> bool:
 def test_round_trip(tmp_path: Path, has_embedding: bool) -> None:
     model = make_eagle3("llama3-rope", has_embedding=has_embedding)
     save_eagle3(model, tmp_path)
-    loaded = load_eagle3(str(tmp_path), torch.float32, num_target_layers=3)
+    loaded = load_drafter(str(tmp_path), torch.float32, num_target_layers=3)
     assert loaded.config == replace(model.config, layers=replace(model.config.layers, eos_token_ids=()))
     assert same(model, loaded) and (loaded.embed_tokens is not None) == has_embedding
     assert torch.equal(loaded.rotary.inverse_frequencies, model.rotary.inverse_frequencies)
@@ -130,7 +130,7 @@ def test_reads_the_speculators_layout(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(top | own | {"norm_before_residual": True}))
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}, tmp_path / "model.safetensors")
-    loaded = load_eagle3(str(tmp_path), torch.float32, num_target_layers=3)
+    loaded = load_drafter(str(tmp_path), torch.float32, num_target_layers=3)
     assert same(model, loaded) and loaded.config.tap_layers == (0, 1, 2)
     assert loaded.midlayer.is_residual_normed
 
@@ -164,7 +164,6 @@ def test_tap_ids_become_outputs(changes: dict[str, object], expected: tuple[int,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, r"here: \['LlamaForCausalLM'\] is no EAGLE-3 drafter; known: Llama"),
         ({"num_hidden_layers": 2}, "num_hidden_layers=2 is not supported"),
         ({"model_type": "qwen3"}, "model_type='qwen3' is not supported"),
         ({"draft_vocab_size": 62}, "draft_vocab_size 62 does not lie in 1..vocab_size 61"),
@@ -203,14 +202,14 @@ def test_bad_tensors(tmp_path: Path, name: str, tensor: Tensor | None, message: 
     tensors.pop(name, None)
     save_file(tensors | ({} if tensor is None else {name: tensor}), tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=message):
-        load_eagle3(str(tmp_path), torch.float32, num_target_layers=3)
+        load_drafter(str(tmp_path), torch.float32, num_target_layers=3)
 
 
 def test_a_whole_head_needs_no_map(tmp_path: Path) -> None:
     save_eagle3(make_eagle3(draft_vocab_size=VOCAB_SIZE), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({n: t for n, t in tensors.items() if n not in ("d2t", "t2d")}, tmp_path / "model.safetensors")
-    loaded = load_eagle3(str(tmp_path), torch.float32, num_target_layers=3)
+    loaded = load_drafter(str(tmp_path), torch.float32, num_target_layers=3)
     assert loaded.draft_token_ids.tolist() == list(range(VOCAB_SIZE))
 
 

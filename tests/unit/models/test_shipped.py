@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 
 from blockpilot.core.errors import BlockPilotError
 from blockpilot.models import shipped
-from blockpilot.models.dflash_format import HEAD_ROWS, load_dflash
+from blockpilot.models.dflash_format import HEAD_ROWS
 from blockpilot.models.export import export_drafter, public_drafter
+from blockpilot.models.loading import load_drafter
 from blockpilot.models.tensor_files import read_safetensors_folder
 
 
@@ -35,8 +36,8 @@ def test_damage_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_export_leaves_out_what_only_we_read(tmp_path: Path) -> None:
-    ours = load_dflash("smollm2-135m-dflash2", torch.bfloat16)
-    theirs = load_dflash(str(export_drafter("smollm2-135m-dflash2", tmp_path / "out")), torch.bfloat16)
+    ours = load_drafter("smollm2-135m-dflash2", torch.bfloat16)
+    theirs = load_drafter(str(export_drafter("smollm2-135m-dflash2", tmp_path / "out")), torch.bfloat16)
     assert ours.draft_token_ids is not None and theirs.draft_token_ids is None
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 

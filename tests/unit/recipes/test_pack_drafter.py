@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from blockpilot.core.files import hash_file
-from blockpilot.models.dflash_format import load_dflash
 from blockpilot.models.export import export_drafter
+from blockpilot.models.loading import load_drafter
 from blockpilot.models.shipped import DRAFTERS, shipped_folder
 
 
@@ -31,7 +31,7 @@ def test_a_public_folder_is_packed_to_half_its_size(tmp_path: Path) -> None:
     public = export_drafter("smollm2-135m-dflash", tmp_path / "public")
     weights = pack_drafter.pack(public, tmp_path / "packed")
     assert weights.stat().st_size < 0.54 * (public / "model.safetensors").stat().st_size
-    ours, theirs = (load_dflash(str(tmp_path / name), torch.float32) for name in ("packed", "public"))
+    ours, theirs = (load_drafter(str(tmp_path / name), torch.float32) for name in ("packed", "public"))
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=float(b.abs().max()) / 127)
     assert hash_file(weights) == hash_file(pack_drafter.pack(tmp_path / "packed", tmp_path / "again"))

@@ -10,12 +10,19 @@ from torch import nn
 
 from blockpilot.core.errors import InputError
 from blockpilot.models.block_codes import BlockCodes
-from blockpilot.models.dflash_format import load_dflash
-from blockpilot.models.eagle3_format import load_eagle3, save_eagle3
-from blockpilot.models.packed_storage import CODES, INT8_BLOCKS, SCALES, STORAGE
+from blockpilot.models.eagle3_format import save_eagle3
+from blockpilot.models.loading import load_drafter
 from blockpilot.models.packing import quantize_linears
 from blockpilot.models.shipped import DRAFTERS, shipped_folder
-from blockpilot.models.tensor_files import SINGLE_FILE, read_safetensors_folder, write_safetensors_folder
+from blockpilot.models.tensor_files import (
+    CODES,
+    INT8_BLOCKS,
+    SCALES,
+    SINGLE_FILE,
+    STORAGE,
+    read_safetensors_folder,
+    write_safetensors_folder,
+)
 
 
 def make_tensors() -> dict[str, torch.Tensor]:
@@ -70,7 +77,7 @@ def test_what_ships_is_what_a_cpu_multiplies_by(name: str) -> None:
 @pytest.mark.parametrize("name", ["smollm2-135m-dflash2", "smollm2-135m-dflash"])
 def test_rounding_a_loaded_drafter_changes_nothing(name: str) -> None:
     """Its fused layers too: rows keep their blocks."""
-    model = load_dflash(name, torch.float32)
+    model = load_drafter(name, torch.float32)
     before = [parameter.clone() for parameter in model.parameters()]
     quantize_linears(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
@@ -79,12 +86,12 @@ def test_rounding_a_loaded_drafter_changes_nothing(name: str) -> None:
 
 def test_an_eagle3_head_brings_its_codes_along(tmp_path: Path) -> None:
     """Its drafter rounds nothing by itself: a public checkpoint stays as it is."""
-    packed = load_eagle3("smollm2-135m-eagle3", torch.float32, num_target_layers=30)
+    packed = load_drafter("smollm2-135m-eagle3", torch.float32, num_target_layers=30)
     save_eagle3(packed, tmp_path)
-    public = load_eagle3(str(tmp_path), torch.float32, num_target_layers=30)
+    public = load_drafter(str(tmp_path), torch.float32, num_target_layers=30)
     assert all(torch.equal(a, b) for a, b in zip(packed.parameters(), public.parameters(), strict=True))
     assert hasattr(packed.lm_head, "block_codes") and not hasattr(public.lm_head, "block_codes")
-    halves = load_eagle3("smollm2-135m-eagle3", torch.bfloat16, num_target_layers=30)
+    halves = load_drafter("smollm2-135m-eagle3", torch.bfloat16, num_target_layers=30)
     assert not hasattr(halves.lm_head, "block_codes")
 
 

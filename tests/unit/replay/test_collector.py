@@ -13,7 +13,7 @@ from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.pilots.fixed import FixedPilot
 from blockpilot.replay import anchor_drafts
 from blockpilot.replay import collector as collector_module
-from blockpilot.replay.anchor_blocks import AnchorBlocks
+from blockpilot.replay.anchor_drafts import AnchorBlocks
 from blockpilot.replay.collector import Answered, Collector, cut_groups
 from blockpilot.replay.config import ReplayRequest
 from blockpilot.replay.finished_text import FinishedText

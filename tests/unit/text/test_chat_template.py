@@ -39,11 +39,11 @@ def test_templates_are_sandboxed() -> None:
 
 def test_encode_chat_and_missing_template(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_gguf(byte_vocabulary_fields(), "test.gguf")
-    assert tokenizer.has_chat_template
+    assert tokenizer.chat_template is not None
     text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.encode_chat("hello") == tokenizer.encode(text)
     bare = Tokenizer.from_gguf(byte_vocabulary_fields() | {"tokenizer.chat_template": None}, "test.gguf")
-    assert not bare.has_chat_template
+    assert bare.chat_template is None
     with pytest.raises(InputError, match="no chat template"):
         bare.encode_chat("hello")
 

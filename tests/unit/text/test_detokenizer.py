@@ -18,7 +18,7 @@ PIECES = st.lists(st.text("ab", max_size=4), max_size=12)
 
 
 def stream(ids: Sequence[int]) -> tuple[list[str], IncrementalDetokenizer]:
-    detokenizer = IncrementalDetokenizer(TOKENIZER)
+    detokenizer = IncrementalDetokenizer(TOKENIZER.decode)
     return [detokenizer.push(token_id) for token_id in ids], detokenizer
 
 
@@ -35,7 +35,7 @@ def test_pieces_join_to_the_text(text: str) -> None:
 @given(ALL_IDS)
 def test_any_bytes_join_to_what_decoding_gives(ids: list[int]) -> None:
     """Random tokens are mostly invalid UTF-8; what was returned is never taken back."""
-    detokenizer, returned = IncrementalDetokenizer(TOKENIZER), ""
+    detokenizer, returned = IncrementalDetokenizer(TOKENIZER.decode), ""
     for count, token_id in enumerate(ids, start=1):
         returned += detokenizer.push(token_id)
         assert detokenizer.text == TOKENIZER.decode(ids[:count])
@@ -45,7 +45,8 @@ def test_any_bytes_join_to_what_decoding_gives(ids: list[int]) -> None:
 
 @given(ALL_IDS)
 def test_pieces_that_are_looked_up_are_those_that_decoding_gives(ids: list[int]) -> None:
-    decoding, looking = IncrementalDetokenizer(TOKENIZER), IncrementalDetokenizer(TOKENIZER, TOKENIZER.pieces)
+    decoding = IncrementalDetokenizer(TOKENIZER.decode)
+    looking = IncrementalDetokenizer(TOKENIZER.decode, TOKENIZER.pieces)
     for token_id in ids:
         assert looking.push(token_id) == decoding.push(token_id)
         assert looking.text == decoding.text
@@ -58,11 +59,10 @@ def test_whole_characters_are_looked_up_and_parts_of_them_are_decoded() -> None:
     assert [pieces[index] for index in TOKENIZER.encode("aé")] == ["a", "", ""]
     assert pieces[1] == ""  # a special token is skipped
 
-    class Refusing:
-        def decode(self, token_ids: Sequence[int], /) -> str:
-            raise AssertionError(f"{token_ids} need not be decoded")
+    def refuse(token_ids: Sequence[int]) -> str:
+        raise AssertionError(f"{token_ids} need not be decoded")
 
-    detokenizer = IncrementalDetokenizer(Refusing(), pieces)
+    detokenizer = IncrementalDetokenizer(refuse, pieces)
     assert [detokenizer.push(index) for index in TOKENIZER.encode("abc")] == ["a", "b", "c"]
 
 
@@ -90,13 +90,12 @@ def test_special_tokens_are_skipped() -> None:
 def test_windows_stay_short() -> None:
     longest = 0
 
-    class Watched:
-        def decode(self, token_ids: Sequence[int], /) -> str:
-            nonlocal longest
-            longest = max(longest, len(token_ids))
-            return TOKENIZER.decode(token_ids)
+    def watch(token_ids: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(token_ids))
+        return TOKENIZER.decode(token_ids)
 
-    detokenizer = IncrementalDetokenizer(Watched())
+    detokenizer = IncrementalDetokenizer(watch)
     for token_id in TOKENIZER.encode("hello wörld 😀 " * 50):
         detokenizer.push(token_id)
     assert longest <= 8
@@ -107,7 +106,7 @@ def test_leading_spaces_of_sentencepiece_decoders_survive() -> None:
     backend = Backend(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2}, unk_token="▁one"))
     backend.decoder = decoders.Metaspace()
     tokenizer = Tokenizer(backend, special_tokens={})
-    detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.pieces)
+    detokenizer = IncrementalDetokenizer(tokenizer.decode, tokenizer.pieces)
     assert tokenizer.pieces is None
     assert [detokenizer.push(index) for index in (0, 1, 2, 0)] == ["one", " two", " three", " one"]
 

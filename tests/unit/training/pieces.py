@@ -6,9 +6,9 @@ from typing import Any
 from blockpilot.models.loading import LoadedTarget
 from blockpilot.models.weights import save_decoder_folder
 from blockpilot.text.tokenizer import Tokenizer
-from blockpilot.training.dflash_training import DFlashTraining
 from blockpilot.training.distributed import Group
 from blockpilot.training.drafter_run import DrafterRun
+from blockpilot.training.objectives import DFlashTraining
 from blockpilot.training.responses import Response, ResponseSet
 from blockpilot.training.trainer import Trainer
 from tests.tiny import EOS_ID, VOCAB_SIZE, make_decoder, make_dflash, make_tokenizer

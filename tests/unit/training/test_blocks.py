@@ -2,8 +2,8 @@
 
 import torch
 
-from blockpilot.training.blocks import block_mask, make_blocks, sample_blocks
 from blockpilot.training.responses import TextBatch
+from blockpilot.training.text_passes import block_mask, make_blocks, sample_blocks
 from tests.unit.training.pieces import counting_texts
 
 LENGTHS, PROMPTS = torch.tensor([20, 9, 40]), torch.tensor([4, 7, 39])

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from blockpilot.models.dflash import DFlash
-from blockpilot.training.blocks import make_blocks
-from blockpilot.training.dflash_training import pace_weights, position_weights
 from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.drafters import initialise
 from blockpilot.training.evaluation import evaluate_drafter
-from blockpilot.training.text_passes import draft_hidden, mixed_precision, read_taps
+from blockpilot.training.objectives import pace_weights, position_weights
+from blockpilot.training.text_passes import draft_hidden, make_blocks, mixed_precision, read_taps
 from tests.unit.training.pieces import WIDTH, counting_texts, cycling_texts, make_objective, make_trainer
 
 
@@ -56,7 +55,7 @@ def test_the_hidden_tail_of_a_short_block_changes_nothing() -> None:
     def hidden(full_size: int) -> torch.Tensor:
         blocks = make_blocks(texts, anchors=anchors, sizes=torch.full_like(anchors, 4), full_size=full_size)
         with torch.no_grad():
-            return draft_hidden(objective.model, objective.decoder.embed_tokens, taps, blocks)
+            return draft_hidden(objective.model, objective.decoder, taps, blocks)
 
     torch.testing.assert_close(hidden(8)[:, :, :4], hidden(4), rtol=1e-4, atol=1e-5)
 

@@ -8,11 +8,12 @@ import torch
 
 from blockpilot.core.errors import InputError
 from blockpilot.models.dflash_format import save_dflash
+from blockpilot.models.eagle3_format import save_eagle3
 from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.drafters import build_dflash, build_eagle3, choose_mask_token, frequent_tokens, spread_taps
 from blockpilot.training.responses import Response, ResponseSet
 from blockpilot.training.setup import check_data, split_texts
-from tests.tiny import EOS_ID
+from tests.tiny import EOS_ID, make_eagle3
 from tests.unit.training.pieces import chat_target, counting_texts
 
 RUN = DrafterRun(layers=1, taps=2, block_size=4, min_block_size=4, steps=1)
@@ -68,6 +69,12 @@ def test_a_start_of_another_shape_is_refused(tmp_path: Path, changes, line: str)
     run = replace(RUN, start_from=str(tmp_path), **changes)
     with pytest.raises(InputError, match=f"has another shape: {line}"):
         build_dflash(run, chat_target(), counting_texts())
+
+
+def test_a_start_of_another_kind_is_refused(tmp_path: Path) -> None:
+    save_eagle3(make_eagle3(), tmp_path)
+    with pytest.raises(InputError, match="--start-from takes DFlash drafters only"):
+        build_dflash(replace(RUN, start_from=str(tmp_path)), chat_target(), counting_texts())
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from blockpilot.training.eagle3_training import STEP_DECAY, eagle3_loss
+from blockpilot.training.objectives import STEP_DECAY, eagle3_loss
 from blockpilot.training.responses import Response, ResponseSet
-from blockpilot.training.text_passes import head_rows, own_embedding, read_taps, unroll
+from blockpilot.training.text_passes import head_rows, read_taps, unroll
 from tests.support import causal_attend
 from tests.tiny import VOCAB_SIZE, make_decoder, make_eagle3
 from tests.unit.training.pieces import counting_texts
@@ -32,7 +32,7 @@ def test_unrolling_equals_recomputation() -> None:
     ids = counting_texts(3).batch(torch.arange(3), 14)[0]
     _, taps = read_taps(decoder, ids, model.config.tap_layers)
     with torch.no_grad():
-        steps = unroll(model, decoder.embed_tokens, taps, ids, num_steps=NUM_STEPS)
+        steps = unroll(model, decoder, taps, ids, num_steps=NUM_STEPS)
     for row in range(3):
         for start in range(14 - 1 - NUM_STEPS):
             found = torch.stack([steps[step][row, start + step] for step in range(NUM_STEPS)])
@@ -46,10 +46,10 @@ def test_loss_counts_answers_only() -> None:
     ids = batch.ids
     _, taps = read_taps(decoder, ids, model.config.tap_layers)
     labels = head_rows(model.draft_token_ids, 61)[ids]
-    terms = eagle3_loss(model, decoder.embed_tokens, taps, batch, labels=labels, num_steps=2)
+    terms = eagle3_loss(model, decoder, taps, batch, labels=labels, num_steps=2)
     # step 0 of the first text: anchors 5 .. 10 predict 6 .. 11; step 1 one chain less; the second text has no room
     assert terms.weights.tolist() == [6.0, 5.0]
-    logits = unroll(model, decoder.embed_tokens, taps, ids, num_steps=2)
+    logits = unroll(model, decoder, taps, ids, num_steps=2)
     for step in range(2):
         picked = torch.log_softmax(logits[step][0, 4 + step : 10], -1).gather(1, labels[0, 6 + step :, None])
         expected = -picked.sum() * STEP_DECAY**step / (1 + STEP_DECAY)
@@ -58,8 +58,14 @@ def test_loss_counts_answers_only() -> None:
 
 @pytest.mark.parametrize("has_embedding", [False, True])
 def test_the_heads_own_embedding_comes_first(has_embedding: bool) -> None:
-    model, decoder = make_eagle3(has_embedding=has_embedding), make_decoder()
-    assert own_embedding(model, decoder) is (model.embed_tokens if has_embedding else decoder.embed_tokens)
+    model, decoder = make_eagle3(has_embedding=has_embedding).eval(), make_decoder().eval()
+    ids = counting_texts(1).batch(torch.arange(1), 6).ids
+    _, taps = read_taps(decoder, ids, model.config.tap_layers)
+    with torch.no_grad():
+        before = unroll(model, decoder, taps, ids, num_steps=1)[0]
+        decoder.embed_tokens.weight.zero_()  # taps were read before
+        after = unroll(model, decoder, taps, ids, num_steps=1)[0]
+    assert torch.equal(before, after) is has_embedding
 
 
 def test_labels_are_rows_of_the_small_head() -> None:

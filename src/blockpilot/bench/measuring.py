@@ -138,9 +138,9 @@ class Asker:
             rows = [row for row, prompt in enumerate(work.prompts) if turn < len(prompt.turns)]
             prompt_ids = [encode_turn(llm.tokenizer, work.prompts[row], replies[row]) for row in rows]
             params = [self.config.params(self.config.seed + work.first_place + row) for row in rows]
-            _reset_peak(llm.device_type)
+            _reset_peak(llm.engine.runner.device)
             completions = llm.generate(prompt_ids, params, pilot=method.pilot)
-            peak = _read_peak(llm.device_type)
+            peak = _read_peak(llm.engine.runner.device)
             llm.engine.settle()  # a step begun in vain must not delay who comes next
             for row, completion in zip(rows, completions, strict=True):
                 replies[row].append(completion.text)
@@ -178,20 +178,20 @@ def explain_shortage(error: RuntimeError | MemoryError) -> str:
     return f"out of memory: {' '.join(str(error).split())[:200]}"
 
 
-def _reset_peak(device_type: str) -> None:
+def _reset_peak(device: torch.device) -> None:
     """Set back the high-water mark of memory: of the device on a GPU, of this process on Linux; elsewhere it only
     rises."""
-    if device_type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
         return
     with suppress(OSError):  # no such file here, or not allowed
         _CLEAR.write_text("5", encoding="ascii")
 
 
-def _read_peak(device_type: str) -> int:
+def _read_peak(device: torch.device) -> int:
     """Bytes."""
-    if device_type == "cuda":
-        return int(torch.cuda.max_memory_allocated())
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
     try:
         lines = _STATUS.read_text(encoding="utf-8").splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

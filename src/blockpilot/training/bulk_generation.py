@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.gpu.device import graph_pool, has_triton
+from blockpilot.gpu.device import graph_pool, has_triton, on_device
 from blockpilot.models.decoder import Attend, Decoder
 from blockpilot.training.dense_attention import PrefillAttention, StaticCacheAttention
 
@@ -113,15 +113,16 @@ class BulkGenerator:
     def _capture(self, window: int) -> Callable[[], None]:
         """Record one step as a CUDA graph; the state it moved is put back."""
         state = self.tokens.clone(), self.positions.clone()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._step(window)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.generator)
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._step(window)
+        with on_device(self.device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._step(window)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(self.generator)
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                self._step(window)
         self.tokens.copy_(state[0])
         self.positions.copy_(state[1])
         return graph.replay

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from blockpilot.gpu.device import on_device
+
 MIN_TILE = 16  # the smallest tile the matrix units take
 per_count = triton.jit(do_not_specialize=["count"])  # tokens per request: one compiled kernel serves all numbers
 
@@ -38,6 +40,10 @@ def padded(dim: int) -> int:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any, **options: Any) -> None:
-    """Enqueue a kernel that waits for its inputs itself: it may start before the one before it has ended."""
+    """Enqueue a kernel that waits for its inputs itself: it may start before the one before it has ended.
+
+    Triton compiles for the current device and launches there, wherever the tensors are.
+    """
     overlap = {"launch_pdl": True} if can_overlap(device) else {}
-    kernel[grid](*given, IS_OVERLAPPED=bool(overlap), **options, **overlap)
+    with on_device(device):
+        kernel[grid](*given, IS_OVERLAPPED=bool(overlap), **options, **overlap)

@@ -37,6 +37,7 @@ from gpu_shapes import (
     weight_bytes,
 )
 
+from blockpilot.bench.manifest import git_commit
 from blockpilot.core.errors import InputError
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
@@ -82,6 +83,7 @@ def main() -> None:
         "dtype": arguments.dtype,
         "copy_tb_per_s": round(rates.copy / 1e12, 3),
         "matrix_tflop_per_s": round(rates.matrix / 1e12),
+        "git_commit": git_commit(),
     }
     print(f"rates: {facts}", file=sys.stderr)
     for shape in arguments.shapes.split(","):

@@ -73,7 +73,7 @@ def open_run(out: Path, description: Mapping[str, Any]) -> dict[str, Any]:
         found = {**description, "is_complete": False, "sessions": []}
     require_same_run(out, found, description, free=("id",))
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    found["sessions"] = [*found["sessions"], {"started": started, "git_commit": _git_commit()}]
+    found["sessions"] = [*found["sessions"], {"started": started, "git_commit": git_commit()}]
     write(out, found)
     return found
 
@@ -82,7 +82,7 @@ def write(out: Path, manifest: Mapping[str, Any]) -> None:
     write_text(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """Of the source tree this package runs from, `+` where it has changes; None where it was installed."""
     folder = Path(__file__).resolve().parent
     try:

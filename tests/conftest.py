@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from blockpilot.core.config import cache_dir
+
 MARKERS = ("real_model: needs the real SmolLM2 file, downloaded if it is not cached", "gpu: needs a GPU", "slow: long")
 
 
@@ -14,6 +16,17 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     torch.set_num_threads(1)  # tests run side by side; tiny models gain nothing from more
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fetched models are the user's. Step costs measured beside other tests are wrong, and must not be remembered."""
+    folder, models = tmp_path_factory.mktemp("cache"), cache_dir() / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    (folder / "models").symlink_to(models)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BLOCKPILOT_CACHE", str(folder))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -138,7 +138,10 @@ class DFlashDrafter:
     def rank_tokens(self, scores: Tensor, num_best: int) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, token ids and log-probabilities [N, D, K] of the best tokens; float32."""
         wide = scores.float()
-        best, places = wide.topk(num_best, dim=-1)
+        if num_best == 1:
+            best, places = wide.max(dim=-1, keepdim=True)  # faster, and the first of equals
+        else:
+            best, places = wide.topk(num_best, dim=-1)
         ids = places if self.token_ids is None else self.token_ids[places]
         return best, ids, best - wide.logsumexp(dim=-1, keepdim=True)
 

@@ -27,7 +27,7 @@ class Observation(NamedTuple):
 
 
 def cut(observations: Sequence[Observation], size: int) -> Iterator[list[Observation]]:
-    """Pieces of at most that many tokens of each, one behind the other; for those whose taps lie in `rows`."""
+    """Chunks of at most `size` tokens per request, in order; observations must have `rows`."""
     for start in range(0, max(len(one.token_ids) for one in observations), size):
         place = slice(start, start + size)
         yield [

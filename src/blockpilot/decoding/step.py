@@ -69,7 +69,7 @@ class StepExecutor(Protocol):
     def follow(self, ticket: Any, positions: Sequence[int | None]) -> Any | None:
         """Enqueue the step behind one that has not landed: the same requests with the same choices, or None.
 
-        `positions` say where anchors stood before that step; None: the request has finished, or nobody asked.
+        `positions` are the anchors' positions before the step in flight; None: the request has finished.
         """
 
     def land(self, ticket: Any, is_wanted: Sequence[bool]) -> Landed:

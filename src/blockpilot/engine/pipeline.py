@@ -51,7 +51,7 @@ class Pipeline:
         return grown
 
     def pause(self) -> None:
-        """Something else than decoding has taken time, which is not the next step's."""
+        """Restart the clock: time outside of decoding is not charged to the next step."""
         self._since = None
 
     def drop(self) -> Collection[Sequence]:

@@ -56,7 +56,7 @@ def usual_batch_sizes(num_slots: int) -> tuple[int, ...]:
 
 
 def _covers(costs: StepCosts, batch_sizes: tuple[int, ...]) -> bool:
-    """Whether all of the sizes were measured; the largest may also lie below one that was."""
+    """Whether all of the sizes were measured. The largest may be interpolated, where a larger one was measured."""
     measured = {point.batch_size for point in costs.verify}
     *smaller, full = batch_sizes
     return measured.issuperset(smaller) and min(measured) <= full <= costs.max_batch_size

@@ -57,9 +57,11 @@ class DecodeLoop:
         raise AssertionError("the last executor takes every step")
 
     def follow(self, step: StepInFlight) -> tuple[StepInFlight | None, Choices]:
-        """Pilots decide with what they know. There is no such step where they choose otherwise than in the step before,
-        where slots may not have the room, or where no request is sure to need another; then `begin` gets the choices
-        they have made. A request that finishes meanwhile stays in the batch; its output is discarded.
+        """Enqueue the step behind this one. Pilots choose before this one has landed.
+
+        None where a pilot changes its choice, where slots may run out of room, or where no request is sure to need
+        another step: then the choices are for `begin`. A request that finishes meanwhile stays in the batch; its
+        output is discarded.
         """
         active = [place for place, sequence in enumerate(step.sequences) if sequence.is_active]
         sequences = [step.sequences[place] for place in active]
@@ -88,32 +90,35 @@ class DecodeLoop:
         """
         is_wanted = [sequence.is_active for sequence in step.sequences]
         landed = step.executor.land(step.ticket, is_wanted)
-        pilot_seconds = step.choose_seconds + landed.select_seconds
-        seconds = landed.time - step.started
-        grown: list[Sequence] = []
+        grown: list[tuple[Sequence, StepRequest, Report, int]] = []
         outcomes: dict[int, list[Outcome]] = {}  # by pilot
         for place, (sequence, request) in enumerate(zip(step.sequences, step.requests, strict=True)):
             if is_wanted[place]:
                 report = landed.reports[place]
                 count = sequence.take(landed.emitted_ids[place])
-                sequence.decode_seconds += seconds
-                sequence.steps.append(
-                    StepRecord(  # in their order: naming them takes longer than the rest
-                        request.block_size,
-                        report.verify_size,
-                        count,
-                        landed.draft_seconds,
-                        landed.verify_seconds,
-                        pilot_seconds,
-                    )
-                )
-                grown.append(sequence)
+                grown.append((sequence, request, report, count))
                 if request.block_size > 1 and sequence.is_active:
                     outcomes.setdefault(id(request.pilot), []).append(_outcome(sequence, request, report, count))
-        for sequence in grown:
+        for sequence, *_ in grown:
             if found := outcomes.pop(id(sequence.pilot), None):
                 sequence.pilot.learn(found)
-        return grown, landed.time
+        # a device works on the next step meanwhile, which counts from `landed.time` on
+        over = time.perf_counter() if step.executor is self.executors[-1] else landed.time
+        seconds = over - step.started
+        pilot_seconds = step.choose_seconds + landed.select_seconds + over - landed.time
+        for sequence, request, report, count in grown:
+            sequence.decode_seconds += seconds
+            sequence.steps.append(
+                StepRecord(  # in their order: naming them takes longer than the rest
+                    request.block_size,
+                    report.verify_size,
+                    count,
+                    landed.draft_seconds,
+                    landed.verify_seconds,
+                    pilot_seconds,
+                )
+            )
+        return [sequence for sequence, *_ in grown], over
 
     def _inputs(self, sequences: Collection[Sequence]) -> list[PilotInputs]:
         drafter = self.drafter

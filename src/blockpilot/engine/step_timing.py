@@ -173,6 +173,9 @@ class _Probe:
         self.runner, self.slots, self.context = engine.runner, slots, context
         self.drafter: Drafter = _NoDrafter() if llm.drafter is None else llm.drafter
         self.device_executor = engine.device_executor
+        # a drafter on the host reads the taps of plain steps, too
+        is_host = engine.device_executor is None or engine.device_executor.drafter is None
+        self.is_watched = llm.drafter is not None and is_host
         self.executors: list[StepExecutor] = [HostExecutor(self.runner, self.drafter)]
         if engine.device_executor is not None:
             self.executors.insert(0, engine.device_executor)
@@ -256,7 +259,9 @@ class _Probe:
             temperature=0.0,
             buckets=self.runner.buckets,
         )
-        pilot = _ProbePilot(shape.tokens, self.draft, num_candidates=MAX_WIDTH if shape.draft_size else 0)
+        pilot = _ProbePilot(
+            shape.tokens, self.draft, num_candidates=MAX_WIDTH if shape.draft_size or self.is_watched else 0
+        )
         choice = Choice(shape.draft_size, shape.tokens - 1, calibrations=AS_SCORED)
         params = SamplingParams()
         return [StepRequest(slot, self._tokens(1)[0], params, pilot, None, inputs, choice) for slot in self.slots]

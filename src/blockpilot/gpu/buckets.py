@@ -1,7 +1,7 @@
 """The shapes that passes are recorded for, and their limits.
 
 A pass has one of few shapes: its requests, the tokens of each and the length of their contexts are rounded up to a
-bucket. What rounds up belongs to a spare slot, or stands behind a request's own rows; nobody reads what it computes.
+bucket. Padding rows belong to a spare slot or lie behind a request's own rows; their results are ignored.
 """
 
 from bisect import bisect_left

@@ -44,7 +44,7 @@ class DraftPass:
     _shown: dict[tuple[int, int, int], HostDraft] = field(default_factory=dict)
 
     def show(self, row: int, depth: int, num_candidates: int) -> HostDraft:
-        """One request's draft. It looks into `fetched`, which stays, so it is made once."""
+        """One request's draft: a view of `fetched`, made once because that buffer is always the same."""
         key = (row, depth, num_candidates)
         if key not in self._shown:
             self._shown[key] = self.fetched.map(lambda part: part[row]).cut(depth, num_candidates)

@@ -19,7 +19,7 @@ REPORT = 3 + HEAD  # numbers that growth tells of a tree
 class PassInputs:
     """What a pass reads, all int32: R requests of n tokens each, N = R * n. On the device, or staged on the host.
 
-    Tokens that only round up have id 0, and stand and look where the first does.
+    Padding tokens have id 0 and the position of the first token, and see it alone.
     """
 
     token_ids: Tensor  # [N]

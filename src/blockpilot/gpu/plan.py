@@ -83,11 +83,11 @@ class PassPlan:
         self.staging.send()
 
     def clear(self) -> None:
-        """Every request rounds up: nothing of anybody's is touched."""
+        """Padding only: every row belongs to the spare slot."""
         self.staging.restore(self._blank)
 
     def clear_all(self) -> None:
-        """On the device, too, before kernels are recorded that read it there: they run, and must not meet any slot."""
+        """On the device, too. Kernels run while they are recorded, and must not touch a request's slot."""
         self.clear()
         self.staging.send()
 
@@ -177,7 +177,7 @@ def _block_shape(size: int, count: int) -> tuple[bytes, bytes]:
 
 
 def _pack_shape(offsets: Sequence[int], masks: Sequence[int], count: int) -> tuple[bytes, bytes]:
-    """As int32. Tokens that round up stand, and look, where the first does."""
+    """As int32. Padding tokens get the first token's position and see it alone."""
     num_extra, num_bytes = count - len(offsets), -(-count // WORD) * WORD // 8
     words = b"".join([bits.to_bytes(num_bytes, "little") for bits in (*masks, *[1] * num_extra)])
     return pack(f"<{count}i", *offsets, *[0] * num_extra), words

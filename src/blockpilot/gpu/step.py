@@ -99,7 +99,7 @@ class RecordedStep:
 class Ticket(NamedTuple):
     """A step in flight."""
 
-    requests: Sequence[StepRequest]  # as they were when the first of a row of steps was enqueued
+    requests: Sequence[StepRequest]  # as they were when `begin` enqueued the first of these steps
     limits: Sequence[tuple[int, int]]  # nodes and depth of each tree
     step: RecordedStep
     growth: GrowthKey
@@ -252,7 +252,7 @@ class DeviceExecutor:
         return step
 
     def _find_keep(self, draft: DraftPass, check: CheckPass) -> KeepStage:
-        """One for all checks behind a draft: the target's taps lie in one buffer."""
+        """One per draft pass: all checks leave their taps in the same buffer, so they can share it."""
         if draft not in self._keep_stages:
             self._keep_stages[draft] = self._record_keep(draft, check)
         return self._keep_stages[draft]
@@ -270,7 +270,7 @@ class DeviceExecutor:
 
         @torch.inference_mode()
         def run() -> None:
-            """The target's rows start where the anchor stands, the drafter's where its own end."""
+            """The target's rows start at the anchor's position, the drafter's at the length of its own cache."""
             slots, starts = plan.inputs.slots, plan.anchor_positions.contiguous()
             if draft is not None:
                 self._kernels.move_rows(self.runner.cache.rows, slots, starts, kept.paths, kept.counts)
@@ -338,7 +338,7 @@ def _tree_limits(request: StepRequest) -> tuple[int, int]:
 
 
 def _check_sizes(choice: Choice) -> Sequence[int]:
-    """Buckets of checks that may stand behind a draft; a choice of no nodes stands for any number of them."""
+    """Buckets of checks that can follow this draft. 0 nodes, as in `Pilot.options`, mean any number."""
     if choice.is_chain:
         return [count for count in CHECK_TOKENS if 1 < count <= round_up(choice.draft_size, CHECK_TOKENS)]
     return [round_up(choice.num_nodes + 1, CHECK_TOKENS)] if choice.num_nodes else CHECK_TOKENS[1:]

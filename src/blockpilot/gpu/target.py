@@ -144,7 +144,7 @@ class GpuTargetRunner(TargetRunner):
         tap_layers: Collection[int],
         params: Collection[SamplingParams],
     ) -> CheckPass:
-        """Run a pass and wait for it. What it leaves lies in buffers that the next pass writes again."""
+        """Run a pass and wait for it. Its results are valid until the next pass."""
         check = self.find_pass([slot for slot, _ in trees], max([len(tree) for _, tree in trees]), tap_layers)
         for slot, tree in trees:
             self.cache.append(slot, len(tree))

@@ -133,5 +133,5 @@ class Pilot(ABC):
         """Of drafted steps, when they are over and the answers go on."""
 
     def options(self, trained_block_size: int) -> Sequence[Choice]:
-        """Choices that it may make, however many nodes: an engine may get ready for them. Empty: unknown."""
+        """Choices that an engine may record in advance; 0 nodes mean any number. Empty: unknown."""
         return ()

@@ -42,7 +42,7 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class Calibrations:
-    """Of greedy requests, and of those that sample: there noise is part of the scores."""
+    """One for greedy requests, one for those that sample: their scores include the Gumbel noise."""
 
     greedy: Calibration
     sampled: Calibration

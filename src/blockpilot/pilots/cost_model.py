@@ -250,13 +250,14 @@ class StepTables:
     def __init__(self, costs: StepCosts, draft_sizes: Sequence[int], num_nodes: int) -> None:
         self.costs, self.draft_sizes, self.num_nodes = costs, draft_sizes, num_nodes
         self._make = lru_cache(MAX_TABLES)(self._make_table)
+        self._pad = lru_cache(lambda buckets: replace(costs, padding=buckets))  # curves are fitted once
 
     def at(self, batch_size: int, context_length: int, buckets: tuple[int, ...] = ()) -> StepTable:
         """`buckets` are the sizes that the engine pads checks to, whatever engine the costs were measured with."""
         return self._make(batch_size, context_length if self.costs.depends_on_context else 0, buckets)
 
     def _make_table(self, batch_size: int, context_length: int, buckets: tuple[int, ...]) -> StepTable:
-        costs = self.costs if self.costs.padding == buckets else replace(self.costs, padding=buckets)
+        costs = self.costs if self.costs.padding == buckets else self._pad(buckets)
         rest_ms = costs.verify_row(self.num_nodes + 1, batch_size, context_length) + costs.overhead_ms
         drafts = np.array([costs.draft_ms(size, batch_size) for size in self.draft_sizes])
         return StepTable(costs, batch_size, rest_ms, drafts[:, None] + rest_ms)

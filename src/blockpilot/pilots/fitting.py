@@ -135,9 +135,9 @@ class Steps:
     promised: NDArray[np.float64]  # [M], tokens that all nodes together promised
 
     def split(self, num_levels: int) -> list[NDArray[np.int64]]:
-        """Rows of poor to good drafts, each as many: by what they promise beyond what the features tell."""
-        told = self.features @ np.linalg.lstsq(self.features, self.promised, rcond=None)[0]
-        return np.array_split(np.argsort(self.promised - told, kind="stable"), num_levels)
+        """Rows of poor to good drafts, in equal groups: by promised tokens minus a linear fit to the features."""
+        usual = self.features @ np.linalg.lstsq(self.features, self.promised, rcond=None)[0]
+        return np.array_split(np.argsort(self.promised - usual, kind="stable"), num_levels)
 
 
 def walk(drafts: Drafts, calibration: Calibration, *, is_chain: bool, num_nodes: int, num_walks: int = 1) -> Steps:

@@ -114,7 +114,7 @@ class StepMemory:
     was_shared: bool = False  # whether this request has ever decided with others
 
     def own(self) -> "StepMemory":
-        """For a request that decides alone. Left alone by its batch, it goes on from what all have seen."""
+        """For a request that decides alone. If it only drafted in a batch, it starts from the batch's statistics."""
         if self.was_shared and self.batch is not None and not self.recent.has_drafted:
             self.recent = replace(self.batch.recent)
         return self

@@ -2,7 +2,8 @@
 
 Both decisions maximise the same figure, expected tokens per millisecond, with what is known at that time: a forecast
 from the last steps before drafting, the draft's own calibrated probabilities after it. Where drafting cannot win the
-request decodes plainly and probes now and then. Decisions never depend on a clock, so replay repeats them.
+request decodes plainly and probes now and then. Decisions never depend on a clock: replay repeats those of a request
+that decodes alone.
 
 A device pads a check to one of few sizes (`PilotInputs.buckets`). There the number of nodes is decided with the draft
 size, before the draft. And if each request of a batch took as many nodes as pay for it alone, all would pay for the one

@@ -177,9 +177,9 @@ class _Walk:
 
 
 def walk_sizes(drafter: DFlashDrafter, reading: Reading, *, sizes: Sequence[int], slots: SlotCache) -> Bytes:
-    """Emitted lengths [A, S] of fixed chains; 0 where a chain of that size never stands.
+    """Emitted lengths [A, S] of fixed chains; 0 at anchors that a chain of that size never visits.
 
-    The drafter drafts only where each of them stands: much less work than every anchor where only a sweep of sizes is
+    The drafter drafts at visited anchors only: much less work than every anchor where only a sweep of sizes is
     wanted. The sizes walk side by side as requests do online, one slot of the drafter each, handed out by `slots`.
     """
     emitted = np.zeros((reading.text.num_anchors, len(sizes)), dtype=np.uint8)

@@ -69,9 +69,10 @@ def compare(
     if trees:
         tree = _best(trees, train, costs)
         walks[f"best tree ({tree.name})"] = [simulate(trace, tree, costs) for trace in test]
+    is_pipelined = bool(costs.padding)  # measured on a device, where choices come one step late
     for pilot in pilots:
         priced = replace(pilot, costs=costs) if isinstance(pilot, StepPilot) else pilot
-        walks[pilot.name] = [simulate(trace, priced, costs) for trace in test]
+        walks[pilot.name] = [simulate(trace, priced, costs, is_pipelined=is_pipelined) for trace in test]
     walks["oracle per request"] = [oracle_request(trace, (1, *sizes), costs)[1] for trace in test]
     if all(trace.setting.is_every_anchor for trace in test):
         walks["oracle per step"] = [oracle_steps(trace, costs, sizes=sizes) for trace in test]

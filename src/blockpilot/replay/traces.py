@@ -1,4 +1,4 @@
-"""A trace: everything a step from any place of one finished answer could have brought.
+"""A trace: for every position of one finished answer, what a step that starts there would emit.
 
 Decoding is lossless, so the answer does not depend on what was drafted, and every answer token that has something after
 it is an anchor: anchor k is answer token k. A trace holds, per anchor, how many tokens a chain of each block size emits

@@ -47,7 +47,10 @@ class Prompt:
 
 
 def read_prompts(path: Path, *, skip_bad: Callable[[InputError], None] | None = None) -> list[Prompt]:
-    """Every prompt of a file; an error names the file and the line. With `skip_bad`, bad lines are told it and left."""
+    """Every prompt of a file; an error names the file and the line.
+
+    `skip_bad`, if given, is called with the error of a bad line, which is then left out.
+    """
     try:
         with _OPENERS.get(path.suffix, open)(path, "rb") as lines:
             prompts = list(_parse(path, lines, skip_bad))

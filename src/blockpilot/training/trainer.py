@@ -56,7 +56,7 @@ class Trainer:
         group: Group,
         identity: dict[str, Any],
     ) -> None:
-        """Goes on from the checkpoint in `out` if there is one: the run and `identity` say whose that must be."""
+        """Resumes from the checkpoint in `out`, if there is one; it must be of the same run and `identity`."""
         if run.batch_size % group.size:
             raise InputError(f"--batch-size {run.batch_size} must be a multiple of the {group.size} processes")
         self.objective, self.data, self.settings = objective, data, run

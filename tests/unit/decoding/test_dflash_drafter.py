@@ -171,3 +171,14 @@ def test_the_reduced_head_of_a_selector_scores_real_token_ids() -> None:
         observe(drafter, 0, make_taps(6, 5))
     first, second = (drafter.propose([request(0, 5)])[0] for drafter in drafters)
     assert_same(first, second, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("num_best", [1, 2])
+def test_a_single_candidate_is_the_first_of_equals(num_best: int) -> None:
+    """As in plain decoding and on a GPU."""
+    scores = torch.zeros(1, 3, VOCAB_SIZE)
+    scores[0, :, [5, 9, 30]] = 2.0
+    _, ids, log_probs = make_drafter(make_dflash()).rank_tokens(scores, num_best)
+    assert ids.shape == log_probs.shape == (1, 3, num_best)
+    assert num_best > 1 or ids.flatten().tolist() == [5, 5, 5]
+    assert torch.allclose(log_probs, scores.log_softmax(dim=-1).max())

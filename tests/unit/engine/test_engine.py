@@ -1,5 +1,6 @@
 """The engine: bad requests, aborts, failing passes. It stays usable after each of them."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,8 @@ from blockpilot.engine.llm import LLM
 from blockpilot.engine.profile import measure
 from blockpilot.engine.step_timing import ProfilePlan
 from blockpilot.gpu.device import on_device
-from blockpilot.pilots.base import Choice
+from blockpilot.pilots.base import Choice, Outcome
+from blockpilot.pilots.fixed import FixedPilot
 from blockpilot.pilots.registry import load_pilot
 from tests.tiny import CONTEXT_LENGTH, VOCAB_SIZE, RandomTreePilot, make_dflash, make_llm
 from tests.unit.gpu.late_device import make_gpu_llm
@@ -186,6 +188,17 @@ def test_a_pilot_that_must_measure_waits_for_slots(model_cache: Path) -> None:
     assert adaptive.token_ids == plain[2].token_ids
     assert ["".join(update.new_text for update in updates) for updates in shown] == [one.text for one in plain[:2]]
     assert llm.engine.runner.cache.num_free == 2 and not llm.engine.has_work
+
+
+def test_the_time_in_which_a_pilot_learns_counts() -> None:
+    class SlowLearner(FixedPilot):
+        def learn(self, outcomes: Sequence[Outcome]) -> None:
+            time.sleep(0.005)
+
+    done = make_llm(drafter=make_dflash()).generate("abc", PARAMS, pilot=SlowLearner(4), is_raw=True)
+    learned = [step for step in done.steps[:-1] if step.block_size > 1]  # nobody learns from an answer's last step
+    assert learned and all(step.pilot_seconds >= 0.005 for step in learned)
+    assert done.decode_seconds >= done.pilot_seconds >= 0.005 * len(learned)
 
 
 def test_kernels_run_on_the_engines_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,11 @@ from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.files import read_card
 from blockpilot.pilots.registry import load_pilot
 from blockpilot.pilots.step import StepPilot
+from blockpilot.replay import pilot_report
 from blockpilot.replay.collect import collect
 from blockpilot.replay.pilot_report import compare, judge_calibration
 from blockpilot.replay.pilot_training import drafts_of, hold_out, read_group, train_step
-from blockpilot.replay.simulate import walk_chain
+from blockpilot.replay.simulate import SimulatedStep, simulate, walk_chain
 from blockpilot.replay.trace_files import TraceSet, shard_path, write_shard
 from tests.unit.replay.pieces import SIZES, ignore, make_config, make_pair, make_requests, run_collect
 
@@ -61,6 +62,23 @@ def test_the_fixed_size_is_chosen_on_the_training_traces(folders: list[Path]) ->
     assert rows["ar"].tau == rows["ar"].over_plain == 1
     assert rows["oracle per step"].over_plain >= rows["oracle per request"].over_plain >= rows[name].over_plain
     assert rows["step"].interval[0] <= rows["step"].over_best_fixed <= rows["step"].interval[1]
+
+
+@pytest.mark.parametrize("padding", [(), (1, 2, 4, 8, 16)])
+def test_under_the_costs_of_a_device_pilots_choose_one_step_late(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch, padding: tuple[int, ...]
+) -> None:
+    traces = read_group(folders).traces
+    seen = set()
+
+    def spy(*given: object, is_pipelined: bool = False) -> list[SimulatedStep]:
+        seen.add(is_pipelined)
+        return simulate(*given, is_pipelined=is_pipelined)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pilot_report, "simulate", spy)
+    costs = replace(StepCosts.linear(0.2, 1.0, 0.1), padding=padding)
+    compare(traces[:8], traces[8:], [StepPilot(Calibration.identity(), costs)], costs, load="x")
+    assert seen == ({False, True} if padding else {False})
 
 
 def test_calibration_is_judged_per_task_and_pooled(folders: list[Path]) -> None:

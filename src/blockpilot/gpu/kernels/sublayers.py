@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blockpilot.gpu.device import on_device
 from blockpilot.gpu.interface import Convolution, Norm, Parts
 from blockpilot.gpu.kernels.launching import can_overlap, launch, sum_parts, wait
 
@@ -107,7 +108,7 @@ def add_norm(
 
 
 def _num_warps(size: int, num_rows: int) -> int:
-    """A row is one program: with few rows nobody else uses the processor."""
+    """One program per row. With few rows it takes more warps: the processor has nothing else to do."""
     return 32 if size > 1024 and num_rows <= 64 else 8
 
 
@@ -115,7 +116,8 @@ def embed(ids: Tensor, table: Tensor) -> Tensor:
     size = table.shape[1]
     out = torch.empty(len(ids), size, dtype=table.dtype, device=table.device)
     kernel: Any = _embed[(len(ids),)]
-    kernel(ids, table, out, size, PAD=triton.next_power_of_2(size), IS_OVERLAPPED=can_overlap(out.device))
+    with on_device(out.device):
+        kernel(ids, table, out, size, PAD=triton.next_power_of_2(size), IS_OVERLAPPED=can_overlap(out.device))
     return out
 
 

@@ -55,7 +55,7 @@ def _link_families(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, PAD: tl.constexpr, HAS_PAIRS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """All families of one position. The anchor is parent 0 of the first; nobody reads that position's others."""
+    """Orders the children of every parent at one position. At the first, the anchor (parent 0) is the only one."""
     wait(IS_OVERLAPPED)
     request, position = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = request * tl.num_programs(1) + position

@@ -65,19 +65,20 @@ def hook_constructor(owner: type, attach: Callable[[Any, str], None]) -> None:
 def attach_runner(runner: Any, pilot: str) -> None:
     from blockpilot.integrations.vllm.runner import PilotedRunner
 
-    if reason := reason_to_stay_off(runner.vllm_config):
-        logger.warning("BlockPilot stays off: %s.", reason)
-    elif hasattr(runner, "drafter"):  # only the last pipeline stage drafts
+    if not reason_to_stay_off(runner.vllm_config) and hasattr(runner, "drafter"):  # only the last pipeline stage drafts
         PilotedRunner(runner, make_steering(runner.vllm_config, pilot))
 
 
 def attach_scheduler(scheduler: Any, pilot: str) -> None:
+    """Every engine has one scheduler, whatever its model runner is: here it is said why a pilot stays off."""
+    if reason := reason_to_stay_off(scheduler.vllm_config):
+        logger.warning("BlockPilot stays off: %s.", reason)
+        return
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
     from blockpilot.integrations.vllm.counters import PlainSteps
 
-    if not reason_to_stay_off(scheduler.vllm_config):
-        PlainSteps(scheduler, SpecDecodingStats.new)
+    PlainSteps(scheduler, SpecDecodingStats.new)
 
 
 def attach_counters(stat_logger: Any, pilot: str) -> None:

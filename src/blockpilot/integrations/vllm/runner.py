@@ -104,7 +104,7 @@ class PilotedRunner:
 
 
 def last_row(index: int, metadata: Any) -> int:
-    """Where the last position of a request stands among the sampled rows: every draft has one of its own before it."""
+    """Index of the request's last sampled row; each request has one row more than drafted tokens."""
     if metadata is None:
         return index
     return sum(metadata.num_draft_tokens[: index + 1]) + index

@@ -100,10 +100,13 @@ def test_a_failure_of_ours_does_not_stop_vllm(caplog):
     ],
 )
 def test_engines_that_cannot_be_piloted_are_told_why(options, reason, caplog):
-    runner = SimpleNamespace(vllm_config=make_config(**options), drafter=SimpleNamespace())
-    before = dict(vars(runner))
-    plugin.attach_runner(runner, "ar")
-    assert vars(runner) == before and reason in caplog.text
+    """Once, by the scheduler: the hooked model runner is not built where another one serves."""
+    engine = SimpleNamespace(vllm_config=make_config(**options), drafter=SimpleNamespace())
+    before = dict(vars(engine))
+    plugin.attach_runner(engine, "ar")
+    assert not caplog.records
+    plugin.attach_scheduler(engine, "ar")
+    assert vars(engine) == before and reason in caplog.text and len(caplog.records) == 1
 
 
 def test_pipeline_stages_without_a_drafter_stay(caplog):

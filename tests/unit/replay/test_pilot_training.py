@@ -77,7 +77,7 @@ def test_under_the_costs_of_a_device_pilots_choose_one_step_late(
 
     monkeypatch.setattr(pilot_report, "simulate", spy)
     costs = replace(StepCosts.linear(0.2, 1.0, 0.1), padding=padding)
-    compare(traces[:8], traces[8:], [StepPilot(Calibration.identity(), costs)], costs, load="x")
+    compare(traces[:8], traces[8:], [StepPilot(Calibration.identity(), costs, draft_sizes=(3, 8))], costs, load="x")
     assert seen == ({False, True} if padding else {False})
 
 

@@ -8,10 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from blockpilot import load_pilot
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
-from blockpilot.gpu.device import Stopwatch
 from tests.tiny import make_dflash, make_llm
 from tests.unit.gpu.late_device import Runs, make_gpu_llm
 from tests.unit.gpu.test_passes import PROMPTS
@@ -21,7 +19,7 @@ SAMPLED = SamplingParams(max_new_tokens=30, temperature=0.7, seed=3)
 NO_END = SamplingParams(max_new_tokens=24, ignore_eos=True)
 
 
-def told(answers: Sequence[Completion]) -> list[tuple[str, list[int], str, list[int]]]:
+def results(answers: Sequence[Completion]) -> list[tuple[str, list[int], str, list[int]]]:
     return [
         (answer.text, answer.token_ids, answer.finish_reason, [step.emitted for step in answer.steps])
         for answer in answers
@@ -39,7 +37,7 @@ def test_answers_are_those_of_unrecorded_passes(runs: Runs, name: str, params: S
     for few in (1, 4, len(prompts)):
         expected = host.generate(prompts[:few], lengths[:few], is_raw=True)
         found = llm.generate(prompts[:few], lengths[:few], is_raw=True)
-        assert told(found) == told(expected)
+        assert results(found) == results(expected)
         assert sum(runs.num_requests) >= sum(
             len(answer.steps) for answer in found
         )  # all of them, and what nobody needed
@@ -73,7 +71,7 @@ def test_answers_end_where_they_should(runs: Runs) -> None:
     ]
     params = [replace(NO_END, **end) for end in ends]  # type: ignore[arg-type]
     found = llm.generate(PROMPTS, params, is_raw=True)
-    assert told(found) == told(host.generate(PROMPTS, params, is_raw=True))
+    assert results(found) == results(host.generate(PROMPTS, params, is_raw=True))
     assert [answer.finish_reason for answer in found] == ["stop", "stop", "length", "length"] and runs
     shown = list(llm.stream(PROMPTS[1], NO_END, is_raw=True))
     assert "".join(update.new_text for update in shown) == plain[1].text
@@ -89,7 +87,7 @@ def test_one_of_many_ends_unforeseen(runs: Runs) -> None:
         params[index] = replace(NO_END, stop_token_ids=(plain[index].token_ids[7],))
         runs.clear()
         found = llm.generate(PROMPTS, params, is_raw=True)
-        assert told(found) == told(host.generate(PROMPTS, params, is_raw=True))
+        assert results(found) == results(host.generate(PROMPTS, params, is_raw=True))
         assert found[index].finish_reason == "stop" and runs.is_ahead.count(False) <= 6
 
 
@@ -97,39 +95,8 @@ def test_a_full_context_ends_answers(runs: Runs) -> None:
     """The device never goes on to rows that a slot does not have."""
     host, llm = make_llm("llama", context_length=40), make_gpu_llm("llama", context_length=40)
     params = replace(NO_END, max_new_tokens=1000)
-    assert told(llm.generate(PROMPTS, params, is_raw=True)) == told(host.generate(PROMPTS, params, is_raw=True))
+    assert results(llm.generate(PROMPTS, params, is_raw=True)) == results(host.generate(PROMPTS, params, is_raw=True))
     assert runs
-
-
-@pytest.mark.usefixtures("device")
-def test_a_request_may_leave_while_its_step_is_in_flight(runs: Runs) -> None:
-    llm = make_gpu_llm()
-    alone = llm.generate(PROMPTS[1], NO_END, is_raw=True)
-    engine = llm.engine
-    ids = [engine.add_request(llm.tokenizer.encode(text), NO_END, load_pilot("ar")) for text in PROMPTS[:2]]
-    for _ in range(4):
-        engine.step()
-    assert engine.abort(ids[0]) is not None and engine.runner.cache.num_free == 3
-    third = engine.add_request(llm.tokenizer.encode(PROMPTS[1]), NO_END, load_pilot("ar"))  # into the free slot
-    done = {}
-    while engine.has_work:
-        done |= {update.request_id: update.completion for update in engine.step() if update.completion}
-    assert set(done) == {ids[1], third} and runs
-    assert all(completion.token_ids == alone.token_ids for completion in done.values() if completion)
-    assert engine.runner.cache.num_free == 4
-
-
-def test_a_step_that_fails_in_flight_frees_its_requests(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
-    llm = make_gpu_llm()
-    engine = llm.engine
-    expected = llm.generate(PROMPTS[0], NO_END, is_raw=True)
-    engine.add_request(llm.tokenizer.encode(PROMPTS[0]), NO_END, load_pilot("ar"))
-    engine.step()
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="lost"):
-        patch.setattr(Stopwatch, "wait", lambda self, index: (_ for _ in ()).throw(RuntimeError("lost")))
-        engine.step()
-    assert engine.runner.cache.num_free == 4 and not engine.has_work and runs
-    assert told([llm.generate(PROMPTS[0], NO_END, is_raw=True)]) == told([expected])
 
 
 def test_what_the_device_cannot_run_takes_other_paths(runs: Runs) -> None:
@@ -137,7 +104,7 @@ def test_what_the_device_cannot_run_takes_other_paths(runs: Runs) -> None:
     filtered = replace(SAMPLED, top_k=5)
     mixed = ["fixed:4", "tree:7", "ar", "fixed:4"]
     found = llm.generate(PROMPTS, filtered, pilot="ar", is_raw=True)
-    assert told(found) == told(host.generate(PROMPTS, filtered, is_raw=True)) and not runs
+    assert results(found) == results(host.generate(PROMPTS, filtered, is_raw=True)) and not runs
     params = [replace(NO_END, max_new_tokens=10 + 14 * (pilot == "ar")) for pilot in mixed]
     found = llm.generate(PROMPTS, params, pilot=mixed, is_raw=True)
     plain = host.generate(PROMPTS, params, is_raw=True)
@@ -158,7 +125,7 @@ def test_prepared_passes_are_those_that_decoding_uses(runs: Runs) -> None:
     assert executor is not None
     recorded = set(executor._steps)
     params = [replace(NO_END, max_new_tokens=4 + 4 * index) for index in range(4)]
-    assert told(llm.generate(PROMPTS, params, is_raw=True)) == told(
+    assert results(llm.generate(PROMPTS, params, is_raw=True)) == results(
         make_llm("qwen3").generate(PROMPTS, params, is_raw=True)
     )
     assert set(executor._steps) == recorded and runs

@@ -187,35 +187,38 @@ def test_other_devices_have_no_such_steps() -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_a_request_may_leave_while_its_step_is_in_flight(runs: Runs) -> None:
+@pytest.mark.parametrize("pilot", ["ar", "tree:15"])
+def test_a_request_may_leave_while_its_step_is_in_flight(runs: Runs, pilot: str) -> None:
     llm = build()
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
-    alone = llm.generate(PROMPTS[1], params, pilot="tree:15", is_raw=True)
+    alone = llm.generate(PROMPTS[1], params, pilot=pilot, is_raw=True)
     engine = llm.engine
-    ids = [engine.add_request(llm.tokenizer.encode(text), params, load_pilot("tree:15")) for text in PROMPTS[:2]]
+    ids = [engine.add_request(llm.tokenizer.encode(text), params, load_pilot(pilot)) for text in PROMPTS[:2]]
     for _ in range(3):
         engine.step()
     assert engine.abort(ids[0]) is not None and engine.runner.cache.num_free == 3
-    third = engine.add_request(llm.tokenizer.encode(PROMPTS[1]), params, load_pilot("tree:15"))  # into the free slot
+    third = engine.add_request(llm.tokenizer.encode(PROMPTS[1]), params, load_pilot(pilot))  # into the free slot
     done = {}
     while engine.has_work:
         done |= {update.request_id: update.completion for update in engine.step() if update.completion}
-    assert set(done) == {ids[1], third}
+    assert set(done) == {ids[1], third} and runs
     assert all(completion.token_ids == alone.token_ids for completion in done.values() if completion)
     assert all(completion.text == alone.text for completion in done.values() if completion)
     assert engine.runner.cache.num_free == 4
 
 
-def test_a_step_that_fails_in_flight_frees_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pilot", ["ar", "fixed:4"])
+def test_a_step_that_fails_in_flight_frees_its_requests(monkeypatch: pytest.MonkeyPatch, pilot: str) -> None:
     llm = build()
     engine, params = llm.engine, SamplingParams(max_new_tokens=24, ignore_eos=True)
-    engine.add_request(llm.tokenizer.encode(PROMPTS[0]), params, load_pilot("fixed:4"))
+    expected = llm.generate(PROMPTS[0], params, pilot=pilot, is_raw=True)
+    engine.add_request(llm.tokenizer.encode(PROMPTS[0]), params, load_pilot(pilot))
     engine.step()
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="lost"):
         patch.setattr(Stopwatch, "wait", lambda self, index: (_ for _ in ()).throw(RuntimeError("lost")))
         engine.step()
     assert engine.runner.cache.num_free == 4 and not engine.has_work
-    assert llm.generate(PROMPTS[0], params, pilot="fixed:4", is_raw=True).num_tokens == 24
+    assert llm.generate(PROMPTS[0], params, pilot=pilot, is_raw=True).token_ids == expected.token_ids
 
 
 def test_texts_and_stop_strings_do_not_wait(runs: Runs) -> None:

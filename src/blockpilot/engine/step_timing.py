@@ -1,8 +1,9 @@
 """Times steps with the engine's own executors.
 
 Slots are filled with random tokens; then steps with drafts and checks of several sizes run in turns, in a new order
-every round, so that drift hits all alike. On the host a step is timed stage by stage; what the pilot does
-for it is part of the check. On a device steps follow each other as they do in decoding, and what counts is their pace.
+every round, so that drift hits all alike. On the host a step is timed stage by stage; what the pilot does for it is
+part of the check. What follows a check is timed apart, with as many tokens as a step usually keeps: random drafts are
+hardly ever accepted. On a device steps follow each other as they do in decoding, and what counts is their pace.
 Caches are rewound behind every step, so the context stays as long as it is.
 """
 
@@ -21,6 +22,7 @@ from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.draft import Draft, HostDraft
 from blockpilot.core.errors import InputError
 from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import Drafter, DraftRequest, Observation
 from blockpilot.decoding.host_step import HostExecutor
 from blockpilot.decoding.step import StepExecutor, StepRequest
@@ -39,6 +41,7 @@ MAX_TOKENS = 64  # of one request in a check that is timed
 BURST = 8  # steps that are taken together where each is enqueued before the one before has landed
 USUAL_SIZES = (NUM_POSITIONS + 1, 8, 4)  # of the drafts before checks that are timed on a device
 DRAFTED = 4  # tokens of the checks behind drafts that are timed
+NUM_KEPT = 3  # tokens that a drafted step keeps, for the overhead
 GPU_TOTALS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048)
 AS_SCORED = Calibrations(Calibration.identity(), Calibration.identity())
 Report = Callable[[str, int, int], None]  # (what is measured now, done, in all)
@@ -87,7 +90,6 @@ class Sample(NamedTuple):
 
     draft: float
     check: float  # on a device all but the draft
-    rest: float  # keeping a path and showing it to the drafter, on the host
 
 
 @dataclass
@@ -96,13 +98,11 @@ class _Table:
 
     draft: dict[int, list[float]] = field(default_factory=dict)  # by draft size
     check: dict[int, list[float]] = field(default_factory=dict)  # by tokens
-    rest: list[float] = field(default_factory=list)
 
     def add(self, shape: Shape, sample: Sample) -> None:
         self.check.setdefault(shape.tokens, []).append(sample.check)
         if shape.draft_size:
             self.draft.setdefault(shape.draft_size, []).append(sample.draft)
-            self.rest.append(sample.rest)
 
 
 def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Report = lambda *_: None) -> StepCosts:
@@ -119,8 +119,8 @@ def time_steps(llm: "LLM", plan: ProfilePlan, key: Mapping[str, Any], report: Re
         with on_device(llm.engine.runner.device), _filled_slots(llm, batch_size, context) as probe:
             shapes = probe.shapes(plan)
             table, count = _time_rounds(probe, shapes, plan.num_rounds, plan.budget_seconds / len(places))
+            rest = probe.time_rest()
         num_rounds = min(num_rounds, count)
-        rest = float(np.median(table.rest or [0.0]))
         if overhead is None:
             overhead = rest
         more = max(rest - overhead, 0.0)  # a larger batch has more to keep and to show the drafter
@@ -210,18 +210,14 @@ class _Probe:
 
     def run(self, shape: Shape) -> Sample:
         """Take such steps, with the first executor that can."""
-        lengths = [(cache, slot, cache.lengths[slot]) for cache in self.caches for slot in self.slots]
         requests = self._requests(shape)
         wait_for(self.runner.device)
-        try:
+        with self._rewinding():
             for executor in self.executors:
                 started = time.perf_counter()
                 ticket = executor.begin(requests)
                 if ticket is not None:
                     return self._land(executor, ticket, started)
-        finally:
-            for cache, slot, length in lengths:
-                cache.rewind(slot, length)
         raise AssertionError("the last executor takes every step")
 
     def _land(self, executor: StepExecutor, ticket: Any, started: float) -> Sample:
@@ -230,10 +226,9 @@ class _Probe:
             landed = executor.land(ticket, is_wanted)
             wait_for(self.runner.device)
             check = landed.select_seconds + landed.verify_seconds
-            rest = time.perf_counter() - started - check - landed.draft_seconds
             if self.device_executor is not None:  # counted as in the device's steps
-                check, rest = check + rest, 0.0
-            return Sample(1e3 * landed.draft_seconds, 1e3 * check, 1e3 * rest)
+                check = time.perf_counter() - started - landed.draft_seconds
+            return Sample(1e3 * landed.draft_seconds, 1e3 * check)
         times, drafts = [], []
         for index in range(BURST):
             positions = [self.runner.cache.lengths[slot] for slot in self.slots]
@@ -246,7 +241,38 @@ class _Probe:
             ticket = following
         pace = float(np.median(np.diff(times))) if len(times) > 1 else times[0] - started  # the first waited for launch
         draft = float(np.median(drafts[1:] or drafts))
-        return Sample(1e3 * draft, 1e3 * max(pace - draft, 0.0), 0.0)
+        return Sample(1e3 * draft, 1e3 * max(pace - draft, 0.0))
+
+    def time_rest(self) -> float:
+        """Milliseconds of keeping a path and showing it to the drafter; on a device a part of its steps."""
+        if self.device_executor is not None:
+            return 0.0
+        times = []
+        for _ in range(3):
+            chains = [(slot, self._tokens(NUM_KEPT)) for slot in self.slots]
+            trees = [(slot, DraftTree.chain(ids[0], ids[1:])) for slot, ids in chains]
+            with self._rewinding():
+                result = self.runner.verify(trees, self.drafter.tap_layers)
+                started = time.perf_counter()
+                self.runner.keep([(slot, range(NUM_KEPT)) for slot in self.slots])
+                self.drafter.observe(
+                    [
+                        Observation(slot, ids, result.taps, range(start, start + NUM_KEPT))
+                        for (slot, ids), start in zip(chains, result.row_starts, strict=True)
+                    ]
+                )
+                times.append(1e3 * (time.perf_counter() - started))
+        return float(np.median(times))
+
+    @contextmanager
+    def _rewinding(self) -> Iterator[None]:
+        """Whatever runs inside, the context stays as long as it is."""
+        lengths = [(cache, slot, cache.lengths[slot]) for cache in self.caches for slot in self.slots]
+        try:
+            yield
+        finally:
+            for cache, slot, length in lengths:
+                cache.rewind(slot, length)
 
     def _requests(self, shape: Shape) -> list[StepRequest]:
         inputs = PilotInputs(

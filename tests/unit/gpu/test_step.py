@@ -445,7 +445,7 @@ def test_drafts_of_large_batches_cost_something(monkeypatch: pytest.MonkeyPatch)
         if not isinstance(executor, DeviceExecutor) or ticket.step.draft is None:
             return sample
         size = max(request.block_size for request in ticket.requests)
-        return Sample(size, 10.0 + 1 + ticket.limits[0][0], 0.0)
+        return Sample(size, 10.0 + 1 + ticket.limits[0][0])
 
     monkeypatch.setattr(step_timing._Probe, "_land", land_on_time)
     llm = build(num_slots=128)

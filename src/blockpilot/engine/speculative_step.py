@@ -99,13 +99,14 @@ class DecodeLoop:
                 grown.append((sequence, request, report, count))
                 if request.block_size > 1 and sequence.is_active:
                     outcomes.setdefault(id(request.pilot), []).append(_outcome(sequence, request, report, count))
+        started = time.perf_counter()
         for sequence, *_ in grown:
             if found := outcomes.pop(id(sequence.pilot), None):
                 sequence.pilot.learn(found)
-        # a device works on the next step meanwhile, which counts from `landed.time` on
-        over = time.perf_counter() if step.executor is self.executors[-1] else landed.time
-        seconds = over - step.started
-        pilot_seconds = step.choose_seconds + landed.select_seconds + over - landed.time
+        is_waiting = step.executor is self.executors[-1]  # a device works on the next step meanwhile
+        learn_seconds = time.perf_counter() - started if is_waiting else 0.0
+        seconds = landed.time - step.started + learn_seconds
+        pilot_seconds = step.choose_seconds + landed.select_seconds + learn_seconds
         for sequence, request, report, count in grown:
             sequence.decode_seconds += seconds
             sequence.steps.append(
@@ -118,7 +119,7 @@ class DecodeLoop:
                     pilot_seconds,
                 )
             )
-        return [sequence for sequence, *_ in grown], over
+        return [sequence for sequence, *_ in grown], landed.time
 
     def _inputs(self, sequences: Collection[Sequence]) -> list[PilotInputs]:
         drafter = self.drafter

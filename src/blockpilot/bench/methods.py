@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockpilot.bench.config import BEST_FIXED, KNOWN_METHODS
-from blockpilot.core.config import cache_dir, device_type
+from blockpilot.core.config import MAX_EAGLE3_BLOCK_SIZE, cache_dir, device_type
 from blockpilot.core.errors import InputError
 from blockpilot.models.shipped import DRAFTERS
 from blockpilot.pilots.files import read_card
@@ -30,7 +30,6 @@ _USUAL_SIZES = {  # checks are cheap on a GPU; EAGLE-3's on a CPU were the best 
     "eagle3": {"cpu": "6", "cuda": "8"},
     "eagle3-tree": {"cpu": "6@4", "cuda": "31"},
 }
-_EAGLE3_LIMIT = 16  # block size; the head drafts no further
 ADAPTIVE = ("chain-step", "step", "auto")
 PAPER = "blockpilot"
 NO_DRAFTER = "none"
@@ -78,8 +77,8 @@ def _parse(name: str, device: str, target: str, pilot_folder: Path | None) -> Me
     if not pilot.num_candidates:
         raise InputError(f"method {name!r}: a block of size 1 drafts nothing; that is the method ar")
     block_size = getattr(pilot, "block_size", None) or getattr(pilot, "draft_size", None) or 0
-    if drafter == "eagle3" and block_size > _EAGLE3_LIMIT:
-        raise InputError(f"method {name!r}: EAGLE-3 drafts blocks of up to {_EAGLE3_LIMIT}")
+    if drafter == "eagle3" and block_size > MAX_EAGLE3_BLOCK_SIZE:
+        raise InputError(f"method {name!r}: EAGLE-3 drafts blocks of up to {MAX_EAGLE3_BLOCK_SIZE}")
     return method
 
 

@@ -3,16 +3,20 @@
 Sampling is the Gumbel-max trick with a counter-based generator: the emitted token is the argmax of filtered
 logits / temperature + noise. The noise does not depend on what was computed before, in which batch or in which block,
 so the same seed gives the same text under every pilot and under plain decoding. A drafter may use the same noise.
+
+A row's token is a function of that row alone: top-p adds up whole numbers, whose sum has no order.
 """
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.models.noise import gumbel_noise
 
 _PARTIAL_SORT = 1024  # top-p looks at this many best tokens first; the whole vocabulary only where they do not suffice
+_UNIT = 2.0**40  # weight of the best token; a vocabulary of 2**22 of them still fits into 63 bits
 
 
 def choose_tokens(logits: Tensor, params: SamplingParams, positions: Sequence[int]) -> Tensor:
@@ -37,11 +41,18 @@ def filter_logits(scores: Tensor, top_k: int, top_p: float) -> Tensor:
 
 def _nucleus_edge(scores: Tensor, top_p: float) -> Tensor:
     """Score [N, 1] of the last token that the nucleus needs to hold at least `top_p` of the probability."""
-    log_mass = scores.logsumexp(dim=-1, keepdim=True)
-    best = scores.topk(min(_PARTIAL_SORT, scores.shape[-1]), dim=-1).values
-    if bool(((best - log_mass).exp().sum(dim=-1) < top_p).any()):
-        best = scores.sort(dim=-1, descending=True).values
-    before = (best - log_mass).exp().cumsum(dim=-1).roll(1, dims=-1)
-    before[:, 0] = 0
-    last = (before < top_p).sum(dim=-1, keepdim=True) - 1
+    weights = _weigh(scores)  # [N, V]
+    needed = (weights.sum(dim=-1, keepdim=True).double() * top_p).ceil().long()  # [N, 1]
+    best, ids = scores.topk(min(_PARTIAL_SORT, scores.shape[-1]), dim=-1)
+    held = weights.gather(1, ids).cumsum(dim=-1)
+    if bool((held[:, -1:] < needed).any()):  # the rows that had enough find the same edge again
+        best, ids = scores.sort(dim=-1, descending=True)
+        held = weights.gather(1, ids).cumsum(dim=-1)
+    last = (held < needed).sum(dim=-1, keepdim=True).clamp(max=held.shape[-1] - 1)
     return best.gather(1, last)
+
+
+def _weigh(scores: Tensor) -> Tensor:
+    """Probabilities [N, V] in proportion, as whole numbers."""
+    shares = (scores - scores.amax(dim=-1, keepdim=True)).exp_()
+    return shares.mul_(_UNIT).round_().to(torch.int64)

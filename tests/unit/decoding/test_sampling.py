@@ -1,9 +1,13 @@
 """Which token the target emits: noise tied to (seed, position, token id), filters, argmax."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import scipy.stats
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from blockpilot.core.sampling_params import SamplingParams
@@ -117,3 +121,50 @@ def test_a_nucleus_beyond_the_partial_sort_is_found_all_the_same(
     scores = torch.randn(3, VOCAB_SIZE) * torch.tensor([[0.05], [1.0], [6.0]])  # flat, middling, peaked
     filtered = filter_logits(scores, top_k, top_p)
     assert torch.isfinite(filtered).tolist() == [naive_filter(row, top_k, top_p) for row in scores.tolist()]
+
+
+@st.composite
+def score_rows(draw: st.DrawFn) -> Tensor:
+    """Rows that are flat, peaked, full of ties or partly minus infinity, of a small or a large vocabulary."""
+    vocab_size = draw(st.sampled_from([3, 40, 1500]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    kinds = draw(st.lists(st.sampled_from([0.0, 0.01, 1.0, 8.0, 60.0]), min_size=1, max_size=6))
+    rows = torch.stack([torch.randn(vocab_size, generator=generator) * scale for scale in kinds])
+    if draw(st.booleans()):
+        rows = rows.round()
+    if draw(st.booleans()):
+        rows[:, 1::2] = float("-inf")
+    return rows
+
+
+filters = {"top_k": st.sampled_from([0, 1, 2, 30, 1200]), "top_p": st.floats(1e-6, 1)}
+
+
+@given(scores=score_rows(), **filters)
+def test_a_row_is_filtered_alike_alone_and_in_any_batch(scores: Tensor, top_k: int, top_p: float) -> None:
+    together = filter_logits(scores, top_k, top_p)
+    alone = torch.cat([filter_logits(row[None], top_k, top_p) for row in scores])
+    assert torch.equal(together, alone)
+    assert torch.equal(filter_logits(scores.flip(0), top_k, top_p).flip(0), together)
+    with mock.patch.object(sampling, "_PARTIAL_SORT", 4):
+        assert torch.equal(filter_logits(scores, top_k, top_p), together)
+
+
+@given(scores=score_rows(), seed=st.integers(0, 2**63 - 1), **filters)
+def test_a_row_is_chosen_alike_in_any_batch(scores: Tensor, seed: int, top_k: int, top_p: float) -> None:
+    for temperature in (0.0, 0.7):
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        positions = [11 * row for row in range(len(scores))]
+        together = choose_tokens(scores, params, positions)
+        alone = [choose_tokens(row[None], params, [place]) for row, place in zip(scores, positions, strict=True)]
+        assert torch.equal(together, torch.cat(alone))
+
+
+@given(scores=score_rows(), top_p=st.floats(1e-6, 1, exclude_max=True))
+def test_the_nucleus_is_that_of_double_precision_away_from_its_edge(scores: Tensor, top_p: float) -> None:
+    kept = torch.isfinite(filter_logits(scores, 0, top_p))
+    for row, is_kept in zip(scores.double(), kept, strict=True):
+        shares = row.softmax(-1)
+        better = torch.tensor([float(shares[row > score].sum()) for score in row])  # mass of strictly better tokens
+        assert is_kept[(better < top_p - 1e-5) & torch.isfinite(row)].all()
+        assert not is_kept[better > top_p + 1e-5].any()

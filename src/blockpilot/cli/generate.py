@@ -142,6 +142,7 @@ def _describe(completion: Completion, llm: "LLM", params: SamplingParams) -> dic
         "drafter": llm.drafter.name if llm.drafter else None,
         "device": llm.config.device,
         "dtype": llm.config.dtype,
+        "exact": llm.is_exact,
         "seed": params.seed,
     }
 

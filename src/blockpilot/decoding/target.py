@@ -40,6 +40,7 @@ def show_nobody(observations: list[Observation]) -> None:
 class TargetRunner:
     buckets: tuple[int, ...] = ()  # sizes to which all trees of a check are padded; none: it takes them as they are
     num_spare = 0  # slots for rows that only round up a pass
+    is_exact = False  # whether a token's logits are the same bits in every pass
 
     def __init__(self, decoder: Decoder, placement: Placement) -> None:
         self.decoder, self.device = decoder, placement.device

@@ -79,6 +79,11 @@ class LLM:
             self._costs = ensure_costs(self)
         return self._costs
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether a token's logits are the same bits in every batch, tree and cut of the prompt."""
+        return self.engine.runner.is_exact
+
     def make_room(self, num_slots: int) -> None:
         """Answer requests until so many slots are free, and admit nobody meanwhile; updates wait for their callers."""
         while self.engine.runner.cache.num_free < num_slots and self.engine.scheduler.is_running:

@@ -31,6 +31,7 @@ KEYS = [
     "drafter",
     "device",
     "dtype",
+    "exact",
     "seed",
 ]
 
@@ -41,6 +42,7 @@ class FakeLLM:
     pieces: tuple[str | BaseException, ...] = ("Hello", ", wörld")
     emitted: tuple[int, ...] = (3, 1)
     made: list["FakeLLM"]
+    is_exact = True
 
     def __init__(self, target, *, drafter, pilot, config, costs, progress):
         self.target_name, self.config, self.costs = target, config, costs
@@ -91,7 +93,7 @@ def test_json_has_exactly_the_documented_keys(capsys):
     assert result["num_tokens"] == 1 + sum(result["emitted"]) == 5
     assert (result["num_steps"], result["tau"], result["tokens_per_second"]) == (2, 2.0, 2.0)
     assert (result["block_sizes"], result["verify_sizes"], result["emitted"]) == ([4, 4], [4, 4], [3, 1])
-    assert (result["pilot"], result["drafter"], result["seed"]) == ("fixed:4", "ngram", 5)
+    assert (result["pilot"], result["drafter"], result["exact"], result["seed"]) == ("fixed:4", "ngram", True, 5)
     assert result["text"] == "Hello, wörld"
 
 

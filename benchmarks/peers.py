@@ -35,8 +35,8 @@ import torch
 from peer_engines import CPU_PEERS, GPU_PEERS, Contestant, Ours, Peers, PeerSettings, Reply, SkippedError
 
 from blockpilot.bench import manifest as manifests
-from blockpilot.bench.answers import Answer, AnswersFile, RoundKey, select
-from blockpilot.bench.audit import Difference, Place, group_differences
+from blockpilot.bench.answers import Answer, AnswersFile, RoundKey, plain_answers, select
+from blockpilot.bench.audit import Difference, Judge, Place, find_differences, group_differences
 from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.methods import choose_drafters, parse_methods
 from blockpilot.bench.plan import Round, encode_turn
@@ -78,7 +78,8 @@ def compare(arguments: argparse.Namespace, out: Path) -> list[Row]:
         file.append([answer])
     answers = file.answers
     places = {(task.name, prompt.id): Place(prompt, 0) for task in run.fit.tasks for prompt in task.prompts}
-    differences = site.find_differences(answers, places)
+    judge = Judge(site.plain, setup.config, places)  # other engines round differently
+    differences = find_differences(answers, plain_answers(answers), judge)
     names = [contestant.name for contestant in contestants]
     rows = build_rows(answers, differences, names, run.manifest["id"])
     about = {contestant.name: contestant.about for contestant in contestants}
@@ -239,7 +240,7 @@ def first_of(differences: Sequence[Difference]) -> dict[str, Any] | None:
     found = min(differences, key=lambda difference: difference.position, default=None)
     if found is None:
         return None
-    return {"task": found.task, "prompt_id": found.prompt_id, "position": found.position, "gap": found.best_gap}
+    return {"task": found.task, "prompt_id": found.prompt_id, "position": found.position, "gap": found.gap}
 
 
 def print_table(rows: Sequence[Row]) -> None:

@@ -97,5 +97,10 @@ def _read(path: Path) -> list[Answer]:
     return answers
 
 
+def plain_answers(answers: Iterable[Answer]) -> list[Answer]:
+    """Those that others are compared with: of plain decoding, in the first repeat."""
+    return [answer for answer in answers if answer.method == "ar" and answer.repeat == 0]
+
+
 def select(answers: Iterable[Answer], *, task: str | None = None, method: str | None = None) -> list[Answer]:
     return [a for a in answers if task in (None, a.task) and method in (None, a.method)]

@@ -31,6 +31,7 @@ class BenchConfig:
     repeats: int = 1
     split: str = "test"
     concurrency: int = 1  # prompts answered at once
+    token_budget: int | None = None  # prompt tokens of one pass; None: all prompts of a batch in one
     calibration_prompts: int = 2  # per task, for best-fixed
 
     def __post_init__(self) -> None:
@@ -38,7 +39,7 @@ class BenchConfig:
             raise InputError("no tasks to measure")
         if not self.methods or self.methods[0] != "ar" or len(set(self.methods)) != len(self.methods):
             raise InputError("methods are named once each, and plain decoding (ar) is the first")
-        require_at_least(self, num_prompts=0, repeats=1, concurrency=1, calibration_prompts=1)
+        require_at_least(self, num_prompts=0, repeats=1, concurrency=1, token_budget=1, calibration_prompts=1)
         if self.split not in SPLITS:
             raise InputError(f"unknown split {self.split!r}; known: {', '.join(SPLITS)}")
         if BEST_FIXED in self.methods and self.split != "test":

@@ -18,6 +18,7 @@ from blockpilot import __version__
 from blockpilot.bench.audit import GAPS
 from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.methods import Method
+from blockpilot.bench.reference import Reference
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import read_json, write_text
@@ -36,6 +37,7 @@ def describe_run(
     tasks: Sequence[TaskPrompts],
     plain: LLM,
     drafters: Mapping[str, Any],
+    reference: Reference | None,
 ) -> dict[str, Any]:
     """What must be the same for a run to go on; its digest is the run's id."""
     key = profile_key(plain)
@@ -49,7 +51,8 @@ def describe_run(
         "dtype": key["dtype"],
         "linear_backend": key["backend"],
         "num_threads": key["num_threads"],
-        "near_tie_gap": GAPS[key["dtype"]],
+        "near_tie_gap": None if plain.is_exact else GAPS[key["dtype"]],
+        "reference": reference and reference.describe(),
         "versions": _describe_versions(),
     }
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:12]

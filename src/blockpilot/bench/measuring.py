@@ -102,7 +102,7 @@ class Asker:
             for method in work.shuffle(methods, self.config.seed):
                 yield work, self.ask(work, method), None
         except (RuntimeError, MemoryError) as error:
-            yield work, [], explain_shortage(error)
+            yield work, [], _explain_shortage(error)
 
     def warm_up(self, methods: Sequence[Method], rounds: Sequence[Round], progress: Progress) -> None:
         """Run every method once, uncounted: kernels are compiled, shapes prepared and step costs measured at first use.
@@ -127,7 +127,7 @@ class Asker:
                     prompts = [encode_turn(llm.tokenizer, prompt, []) for prompt in work.prompts]
                     llm.generate(prompts, params, pilot=method.pilot)
             except (RuntimeError, MemoryError) as error:
-                explain_shortage(error)
+                _explain_shortage(error)
 
     def ask(self, work: Round, method: Method) -> list[Answer]:
         """Every turn of the round's prompts; those that have a next turn go on together."""
@@ -169,7 +169,7 @@ def _record(work: Round, row: int, *, turn: int, method: str, completion: Comple
     )
 
 
-def explain_shortage(error: RuntimeError | MemoryError) -> str:
+def _explain_shortage(error: RuntimeError | MemoryError) -> str:
     """One line about memory that ran out, which is given back where it can be; any other error is raised again."""
     if not is_out_of_memory(error):
         raise error

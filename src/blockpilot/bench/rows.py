@@ -85,7 +85,7 @@ def build_rows(
             }
             num_near_ties = sum(one.is_near_tie for one in odd)
             row |= {"mismatches": len(odd) - num_near_ties, "near_ties": num_near_ties}
-            row |= {"manifest": manifest["id"], "largest_gap": _largest(one.best_gap for one in odd)}
+            row |= {"manifest": manifest["id"], "largest_gap": _largest(one.gap for one in odd)}
             row |= speeds.over_references([task], method) | _describe(found)
             results = scores.get((task, method), ())  # none where the task cannot be scored
             row |= {"score": mean(results), "num_scored": len(results)}

@@ -11,13 +11,14 @@ from typing import Any, Protocol
 
 import torch
 
-from blockpilot.bench.answers import Answer
-from blockpilot.bench.audit import Difference, Place, find_differences
+from blockpilot.bench.answers import Answer, plain_answers
+from blockpilot.bench.audit import Difference, Judge, Place, find_differences
 from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.manifest import describe_run
 from blockpilot.bench.measuring import Asker, Found
 from blockpilot.bench.methods import DRAFTER_OPTIONS, NO_DRAFTER, Method
 from blockpilot.bench.plan import Fit, Round, fit_prompts
+from blockpilot.bench.reference import Reference
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.config import EngineConfig
 from blockpilot.core.errors import InputError
@@ -69,6 +70,7 @@ class BenchSetup:
     engine: EngineConfig  # device, dtype and backend; the prompts decide about its bounds
     costs: Path | None = None  # step costs for the pilots of the DFlash drafter
     is_code_scored: bool = False
+    reference: Reference | None = None  # plain answers to compare with; None: those of the run itself
 
 
 class Site(Protocol):
@@ -98,14 +100,21 @@ class LocalSite(Asker):
         engine_config = replace(
             setup.engine,
             num_slots=setup.config.concurrency,
-            token_budget=self.fit.token_budget(setup.config.concurrency),
+            token_budget=setup.config.token_budget or self.fit.token_budget(setup.config.concurrency),
             context_length=self.fit.context_length,
         )
         super().__init__(build_llms(target, setup.drafters, engine_config, setup.costs), setup.config)
-        self.description = describe_run(setup.config, setup.methods, self.fit.tasks, self.plain, setup.drafters)
+        self.reference = setup.reference
+        self.description = describe_run(
+            setup.config, setup.methods, self.fit.tasks, self.plain, setup.drafters, self.reference
+        )
+        if self.reference is not None:
+            self.reference.require_match(self.description, self.fit.tasks)
 
     def find_differences(self, answers: Sequence[Answer], places: Mapping[tuple[str, str], Place]) -> list[Difference]:
-        return find_differences(answers, places, self.plain, self.config)
+        """Against plain decoding; an exact engine needs no judge."""
+        plain = plain_answers(answers) if self.reference is None else self.reference.plain
+        return find_differences(answers, plain, None if self.plain.is_exact else Judge(self.plain, self.config, places))
 
     def pick_samples(self, answers: Sequence[Answer], tasks: Sequence[TaskPrompts]) -> list[dict[str, Any]]:
         """The first prompt's first answer of every task, token by token, so that a report needs no tokenizer.

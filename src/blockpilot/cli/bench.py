@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockpilot.bench.config import KNOWN_METHODS, QUICK, BenchConfig, estimate
+from blockpilot.bench.reference import read_reference
 from blockpilot.bench.tasks import TASKS, TaskPrompts, default_tasks, read_file, read_task
 from blockpilot.cli import options
 from blockpilot.cli.console import make_table, print_json, print_note, print_table, show_counted, show_progress
@@ -35,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help=quick_help)
     parser.add_argument("--dry-run", action="store_true", help="print what would be measured and how long it may take")
     parser.add_argument("--json", action="store_true", help="print one JSON object: rows and manifest")
+    reference_help = (
+        "folder of an earlier run with one request at a time: all answers are compared with its plain ones "
+    )
+    reference_help += "(default: with the plain answers of this run)"
+    parser.add_argument("--reference", type=Path, metavar="DIR", help=reference_help)
     _add_work_options(parser.add_argument_group("what to measure"))
     group = parser.add_argument_group("model")
     options.add_target_options(group, "DFlash drafter: folder, hub id or shipped name")
@@ -62,6 +68,8 @@ def _add_work_options(group: options.Options) -> None:
     options.add_option(group, "--seed", _DEFAULTS.seed, "of sampling and of the order")
     options.add_option(group, "--repeats", _DEFAULTS.repeats, "times every prompt is measured")
     options.add_option(group, "--concurrency", _DEFAULTS.concurrency, "prompts answered at once")
+    budget_help = "prompt tokens of one pass; longer prompts are read in pieces (default: a whole batch at once)"
+    add("--token-budget", type=int, metavar="N", help=budget_help)
     calibration_help = "calibration prompts per task for best-fixed"
     options.add_option(group, "--calibration-prompts", _DEFAULTS.calibration_prompts, calibration_help)
     score_help = "run the programs of humaneval and mbpp answers, confined but on this machine"
@@ -79,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = {name: value for name, value in options.read_fields(BenchConfig, arguments).items() if value is not None}
     given |= {"tasks": tuple(task.name for task in tasks), "methods": tuple(method.name for method in methods)}
     config = dataclasses.replace(QUICK if arguments.quick else _DEFAULTS, **given)
+    reference = None if arguments.reference is None else read_reference(arguments.reference)
     drafters = choose_drafters(methods, arguments.target, {"dflash": arguments.drafter, "eagle3": arguments.eagle3})
     if device_type(arguments.device) == "cuda" and arguments.ray is None:  # with Ray the workers have the GPUs
         from blockpilot.core.device import resolve_device
@@ -97,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         engine=engine_config,
         costs=arguments.profile,
         is_code_scored=arguments.score_code,
+        reference=reference,
     )
     out = arguments.out or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}"
     work = _bench_here if arguments.ray is None else _bench_on_ray

@@ -44,15 +44,20 @@ def require_same_run(
     What `found` says beyond the keys of `wanted` does not matter. Keys named in `free` may differ: these are returned
     with both values.
     """
-    theirs, ours = _flatten({key: found.get(key) for key in wanted}), _flatten(wanted)
-    pairs = {key: (theirs.get(key), ours.get(key)) for key in {**ours, **theirs}}
-    differing = {key: (there, here) for key, (there, here) in pairs.items() if there != here}
+    differing = find_differing({key: found.get(key) for key in wanted}, wanted)
     for key, (there, here) in differing.items():
         if key.rpartition(".")[2] not in free:
             raise InputError(
                 f"{where} belongs to another run: {key} is {there!r} there and {here!r} here; choose another --out"
             )
     return differing
+
+
+def find_differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Every key whose values differ, with both of them."""
+    theirs, ours = _flatten(found), _flatten(wanted)
+    pairs = {key: (theirs.get(key), ours.get(key)) for key in {**ours, **theirs}}
+    return {key: (there, here) for key, (there, here) in pairs.items() if there != here}
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

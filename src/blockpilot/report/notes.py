@@ -24,36 +24,33 @@ def write_notes(run: Run) -> list[str]:
 def _losslessness(run: Run) -> list[str]:
     rows = [row for row in run.rows if row["task"] != MEAN]
     mismatches, near_ties = (sum(row[name] for row in rows) for name in ("mismatches", "near_ties"))
-    num_tokens = sum(row["num_tokens"] for row in rows if row["method"] != "ar")
-    gap = run.manifest.get("near_tie_gap", 1e-4)
+    gap, reference = run.manifest.get("near_tie_gap", 1e-4), run.manifest.get("reference")
+    plain = f"the plain answers of run {reference['folder']}" if reference else "plain decoding"
     notes = []
     if mismatches:
         places = [_place(place) for place in run.differences if not place["is_near_tie"]]
-        found = f"{_count(mismatches, 'mismatch', 'mismatches')} with plain decoding"
+        found = f"{_count(mismatches, 'mismatch', 'mismatches')} with {plain}"
         notes.append(f"NOT LOSSLESS: {found}: {'; '.join(places[:8]) or 'see the rows'}.")
     else:
-        notes.append(f"No mismatch with plain decoding in {num_tokens:,} tokens of drafted methods.")
+        num_tokens = sum(row["num_tokens"] for row in rows if reference or row["method"] != "ar")
+        notes.append(f"No mismatch with {plain} in {num_tokens:,} tokens{'' if reference else ' of drafted methods'}.")
     if near_ties:
-        gaps = [_gap(place) or 0.0 for place in run.differences if place["is_near_tie"]]
+        gaps = [place["gap"] for place in run.differences if place["is_near_tie"]]
         largest = f" (largest gap {max(gaps):.2g})" if gaps else ""
         notes.append(
             f"{_count(near_ties, 'near-tie', 'near-ties')}: the scores of two tokens lie within {gap:g} of each other, "
             f"so rounding decides{largest}."
         )
-    if gap > 1e-4:
+    if gap is None:
+        notes.append("Logits are the same bits in every pass of this engine, so every difference counts as a mismatch.")
+    elif gap > 1e-4:
         notes.append(f"In {run.manifest.get('dtype')} a gap of up to {gap:g} counts as a near-tie, not as a mismatch.")
     return notes
 
 
-def _gap(place: Mapping[str, Any]) -> float | None:
-    """The most exact one known; None where one text ends and the other goes on."""
-    return place["gap"] if place["exact_gap"] is None else place["exact_gap"]
-
-
 def _place(place: Mapping[str, Any]) -> str:
-    gap = _gap(place)
-    distance = "one text ends" if gap is None else f"gap {gap:.2g}"
-    where = f"{place['prompt_id']}, token {place['position']}, {distance}"
+    gap = "" if place["gap"] is None else f", gap {place['gap']:.2g}"
+    where = f"{place['prompt_id']}, token {place['position']}{gap}"
     return f"{task_title(place['task'])} {', '.join(place['answers'])} ({where})"
 
 

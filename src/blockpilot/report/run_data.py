@@ -72,8 +72,10 @@ class Run:
     @property
     def title(self) -> str:
         row = self.rows[0]
-        many = self.manifest.get("arguments", {}).get("concurrency", 1)
-        return f"{row['model']}, T = {row['temperature']:g}" + (f", {many} requests at once" if many > 1 else "")
+        settings = self.manifest.get("arguments", {})
+        many, budget = settings.get("concurrency", 1), settings.get("token_budget")
+        title = f"{row['model']}, T = {row['temperature']:g}" + (f", {many} requests at once" if many > 1 else "")
+        return title + (f", {budget} prompt tokens per pass" if budget else "")
 
 
 def task_title(task: str) -> str:

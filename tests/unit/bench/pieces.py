@@ -6,6 +6,7 @@ from typing import Any
 from blockpilot.bench.answers import Answer
 from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.methods import parse_methods
+from blockpilot.bench.reference import read_reference
 from blockpilot.bench.run import BenchResult, run_bench
 from blockpilot.bench.site import BenchSetup
 from blockpilot.bench.tasks import TaskPrompts
@@ -51,6 +52,7 @@ def make_setup(
     methods: str = "ar,dflash:3",
     tasks: tuple[TaskPrompts, ...] = (QUIZ, TALK),
     pilot_folder: Path | None = None,
+    reference: Path | None = None,
     **settings: Any,
 ) -> BenchSetup:
     parsed = parse_methods(methods.split(","), device="cpu", target="tiny", pilot_folder=pilot_folder)
@@ -66,6 +68,7 @@ def make_setup(
         target=chat_target(),
         drafters={kind: drafters[kind] for kind in {method.drafter for method in parsed} & drafters.keys()},
         engine=EngineConfig(linear_backend="plain"),
+        reference=None if reference is None else read_reference(reference),
     )
 
 

@@ -51,8 +51,8 @@ def answers(task: str, factor: float) -> list:
 
 def test_rows_of_tasks_and_their_mean() -> None:
     odd = [
-        Difference("one", "dflash:4", "q0", 0, 0, 3, gap, is_near_tie=gap < 1, exact_gap=exact)
-        for gap, exact in ((2e-5, None), (4.0, 3.5))  # a near-tie and a mismatch
+        Difference("one", "dflash:4", "q0", 0, 0, 3, gap, is_near_tie=gap < 1)
+        for gap in (2e-5, 3.5)  # a near-tie and a mismatch
     ]
     scores = {("one", "ar"): [True, False]}
     rows = build_rows(answers("one", 2.0) + answers("two", 4.0), odd, scores, **facts(("one", "two")))

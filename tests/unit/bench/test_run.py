@@ -3,6 +3,7 @@
 import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from blockpilot.bench.plan import Round
 from blockpilot.bench.run import run_bench
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.errors import BlockPilotError, InputError
+from blockpilot.decoding.target import PassResult, TargetRunner
 from blockpilot.pilots.files import save_pilot
 from blockpilot.pilots.prefill import PrefillConfig, PrefillNetwork, PrefillPilot
 from blockpilot.text.prompts import Prompt
@@ -74,6 +76,24 @@ def test_batches_give_the_answers_of_single_prompts(tmp_path: Path) -> None:
     assert one == four and len(one) == 14
     batches = [a.batch for a in AnswersFile(tmp_path / "four" / "answers.jsonl").answers if a.turn == 0]
     assert sorted(batches) == [0] * 8 + [1] * 2
+
+
+def test_prompts_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    prefill = TargetRunner.prefill
+
+    def watched(self: TargetRunner, chunks: Any, *others: Any) -> PassResult:
+        sizes.append(sum(len(ids) for _, ids in chunks))
+        return prefill(self, chunks, *others)
+
+    monkeypatch.setattr(TargetRunner, "prefill", watched)
+    run_tiny(tmp_path / "whole")
+    assert max(sizes) > 4
+    sizes.clear()
+    result = run_tiny(tmp_path / "pieces", token_budget=4, reference=tmp_path / "whole")
+    assert max(sizes) == 4 and all(row["mismatches"] == row["near_ties"] == 0 for row in result.rows)
+    with pytest.raises(InputError, match=r"arguments\.token_budget is 4 there and 5 here"):
+        run_tiny(tmp_path / "pieces", token_budget=5, reference=tmp_path / "whole")
 
 
 def test_an_interrupted_run_goes_on_and_another_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_rows_hold_ratio_share_of_equal_texts_and_the_first_difference() -> None
         ]
 
     def difference(task: str, prompt_id: str, position: int) -> Difference:
-        return Difference(task, "other", prompt_id, 0, 0, position, 0.75, False, exact_gap=0.02)
+        return Difference(task, "other", prompt_id, 0, 0, position, 0.02)
 
     odd = [difference("quiz", "q0", 3), difference("quiz", "q1", 1), difference("talk", "q0", 2)]
     rows = peers.build_rows([*answers("quiz"), *answers("talk")], odd, ["ar", "other"], "id")

@@ -41,6 +41,11 @@ def test_from_prompts_to_a_report(folder: Path, tmp_path: Path, capsys: pytest.C
     assert "speedup  tau" in table and "dflash:3" in table and "0 mismatches, 0 near-ties" in table
     assert main(words(folder, tmp_path, "--seed", "4")) == 2
     assert "belongs to another run: arguments.seed is 0 there and 4 here" in capsys.readouterr().err
+    more = ["--concurrency", "2", "--token-budget", "3", "--reference", str(tmp_path), "--json"]
+    assert main(words(folder, tmp_path / "two", *more)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["manifest"]["reference"]["folder"] == tmp_path.name
+    assert found["manifest"]["arguments"]["token_budget"] == 3
     assert main(["report", str(tmp_path), "--json"]) == 0
     files = json.loads(capsys.readouterr().out)
     assert Path(files["html"]) == tmp_path / "report.html" and "dflash:3" in (tmp_path / "report.md").read_text()
@@ -109,6 +114,8 @@ def test_a_dry_run_looks_at_the_device_first(
         (["--methods", "eagle3"], "method 'eagle3' needs an EAGLE-3 drafter"),
         (["--methods", "ar,,ngram"], "--methods 'ar,,ngram': give names separated by commas"),
         (["--num-prompts", "-1"], "--num-prompts must be at least 0"),
+        (["--token-budget", "0"], "--token-budget must be at least 1"),
+        (["--reference", "nowhere"], "--reference nowhere holds no benchmark run: give the --out of one"),
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--temperature", "-1"], "temperature must be 0"),
         (["--dtype", "int8"], "unknown dtype"),

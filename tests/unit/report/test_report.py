@@ -84,12 +84,27 @@ def test_notes_are_honest(tmp_path: Path) -> None:
     rows = [make_row("gsm8k", "ar"), make_row("gsm8k", "auto", mismatches=1, near_ties=2, largest_gap=0.75)]
     rows.append(make_row("gsm8k", "ngram", speedup_ci=None))
     odd = {"task": "gsm8k", "answers": {"auto": [0]}, "prompt_id": "x", "position": 7, "is_near_tie": False}
-    odd |= {"gap": 0.75, "exact_gap": 0.875}
-    ties = [odd | {"is_near_tie": True, "gap": gap, "exact_gap": None} for gap in (3e-5, 2e-5)]
+    odd |= {"gap": 0.75}
+    ties = [odd | {"is_near_tie": True, "gap": gap} for gap in (3e-5, 2e-5)]
     broken = "\n".join(write_notes(read_run(write_run(tmp_path / "b", rows, differences=[odd, *ties]))))
-    assert "NOT LOSSLESS: 1 mismatch with plain decoding: GSM8K auto (x, token 7, gap 0.88)." in broken
+    assert "NOT LOSSLESS: 1 mismatch with plain decoding: GSM8K auto (x, token 7, gap 0.75)." in broken
     assert "2 near-ties" in broken and "largest gap 3e-05" in broken
     assert "not for certain: ngram on GSM8K (0.90x)" in broken
+
+
+def test_notes_of_an_exact_engine_and_of_a_reference(tmp_path: Path) -> None:
+    rows = [make_row("gsm8k", "ar", num_tokens=10), make_row("gsm8k", "auto", num_tokens=20)]
+    arguments = {"concurrency": 16, "token_budget": 64}
+    facts: dict[str, Any] = {"near_tie_gap": None, "reference": {"folder": "one"}, "arguments": arguments}
+    run = read_run(write_run(tmp_path / "a", rows, **facts))
+    assert run.title.endswith(", 16 requests at once, 64 prompt tokens per pass")
+    notes = write_notes(run)
+    assert "No mismatch with the plain answers of run one in 30 tokens." in notes
+    assert any("so every difference counts as a mismatch" in note for note in notes)
+    odd = {"task": "gsm8k", "answers": {"ar": [0]}, "prompt_id": "x", "position": 7, "gap": None, "is_near_tie": False}
+    rows[0]["mismatches"] = 1
+    notes = write_notes(read_run(write_run(tmp_path / "b", rows, differences=[odd], **facts)))
+    assert "NOT LOSSLESS: 1 mismatch with the plain answers of run one: GSM8K ar (x, token 7)." in notes
 
 
 def test_without_best_fixed_the_best_size_in_hindsight_is_named(tmp_path: Path) -> None:
@@ -231,7 +246,7 @@ def test_bad_folders_are_named(tmp_path: Path, name: str, content: str | None, m
 
 
 def test_a_page_does_not_list_every_difference(tmp_path: Path) -> None:
-    place = {"task": "gsm8k", "answers": {"auto": [0]}, "gap": 0.75, "exact_gap": None, "is_near_tie": False}
+    place = {"task": "gsm8k", "answers": {"auto": [0]}, "gap": 0.75, "is_near_tie": False}
     many = [place | {"prompt_id": "odd", "position": 3}] * 500
     rows = [make_row("gsm8k", "ar"), make_row("gsm8k", "auto", mismatches=500)]
     folder = write_run(tmp_path / "run", rows, differences=many)

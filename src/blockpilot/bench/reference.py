@@ -63,9 +63,10 @@ def read_reference(folder: Path) -> Reference:
 
 def _identity(run: Mapping[str, Any], tasks: list[str]) -> dict[str, Any]:
     """Everything that plain answers to these tasks depend on, as far as a manifest knows."""
-    sources = {task: run["prompts"].get(task, {}) for task in tasks}
+    arguments, prompts = run["arguments"], run.get("prompts", {})
+    sources = {task: prompts.get(task, {}) for task in tasks}
     return {
-        **{name: run[name] for name in ("target", "device", "dtype", "near_tie_gap")},
-        "arguments": {name: run["arguments"][name] for name in _ARGUMENTS},
+        **{name: run.get(name) for name in ("target", "device", "dtype", "near_tie_gap")},
+        "arguments": {name: arguments.get(name) for name in _ARGUMENTS},
         "prompts": {task: {name: source.get(name) for name in _SOURCE} for task, source in sources.items()},
     }

@@ -37,7 +37,7 @@ def describe_run(
     tasks: Sequence[TaskPrompts],
     plain: LLM,
     drafters: Mapping[str, Any],
-    reference: Reference | None,
+    reference: Reference | None = None,
 ) -> dict[str, Any]:
     """What must be the same for a run to go on; its digest is the run's id."""
     key = profile_key(plain)

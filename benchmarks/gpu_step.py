@@ -6,7 +6,8 @@
 One JSON row for each pass: shape x batch x tokens x context. `ms` is what a caller waits for (writing the plan, the
 graph, reading the result), `graph_ms` the device's part; `floor_ms` is bytes over the copy rate measured in the same
 run, and `matrix_share` the multiplications per second over those of one large product in the same run. Rows of work
-`step` time whole steps of a method, from the end of one to that of the next: pilot, draft, check, acceptance, keeping.
+`step` time whole steps of a method, from the end of one to that of the next: pilot, draft, check, acceptance, keeping;
+rows of work `prompt` the reading of a prompt.
 Weights are random: speed does not depend on them, but for experts. Every token of a check is another one, and the floor
 has the experts that they chose. What does not fit in memory, or in a recorded pass, is skipped and said.
 """
@@ -50,6 +51,7 @@ from blockpilot.gpu.step import DeviceExecutor
 from blockpilot.gpu.target import GpuTargetRunner
 from blockpilot.models.config import DecoderConfig
 from blockpilot.models.decoder import Decoder
+from blockpilot.models.dflash import DFlash
 from blockpilot.pilots.registry import load_pilot
 
 
@@ -69,6 +71,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--steps", default="fixed:16,tree:63", help="pilots whose whole steps are timed")
+    parser.add_argument("--prompts", default="", help="lengths of prompts whose reading is timed, one request")
     parser.add_argument("--peers", default="", help="of eager,compiled: transformers on the same shape")
     parser.add_argument("--out", type=Path, help="append rows to this file")
     arguments = parser.parse_args()
@@ -172,6 +175,12 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rates
                 row = time_steps(pilot, runner, drafter, slots, context, arguments.repeats)
                 yield {"work": "step", **place, "pilot": pilot, **row}
             del runner, drafter
+    for length in map(int, filter(None, arguments.prompts.split(","))):
+        gc.collect()
+        torch.cuda.empty_cache()
+        row = time_prompt(decoder, drafter_model, length, dtype, arguments.repeats)
+        share = flops(decoder, length) / (row["ms"] / 1e3) / rates.matrix
+        yield {"work": "prompt", "batch": 1, "context": 0, "tokens": length, **row, "matrix_share": round(share, 4)}
     del drafter_model
     for peer in filter(None, arguments.peers.split(",")):
         yield from time_peer(peer, config, decoder, tokens, rates.copy, arguments.repeats)
@@ -214,6 +223,18 @@ def time_steps(
     walls = [1e3 * (after - before) for before, after in pairwise(landings[3:])]
     last = sequences[0].steps[-1]
     return {"ms": round(statistics.median(walls), 4), "tokens": last.verify_size, "emitted": last.emitted}
+
+
+def time_prompt(decoder: Decoder, model: DFlash, length: int, dtype: torch.dtype, repeats: int) -> dict[str, float]:
+    """Reading a whole prompt into an empty slot, without a drafter."""
+    runner, _ = make_engine(decoder, model, 1, length, dtype)
+    slot, ids = runner.cache.reserve(), [index % 1000 for index in range(length)]
+
+    def read() -> None:
+        runner.cache.lengths[slot] = 0
+        runner.prefill([(slot, ids)], ())
+
+    return time_both(read, repeats)
 
 
 class Silent:

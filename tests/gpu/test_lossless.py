@@ -1,4 +1,4 @@
-"""Speculative decoding on a GPU emits what plain decoding emits there, through graphs and kernels, in float32."""
+"""Speculative decoding on a GPU emits what plain decoding emits, through graphs and kernels, in every precision."""
 
 from dataclasses import replace
 
@@ -14,15 +14,19 @@ PROMPTS = ["abcabcab", "the quick brown fox", "z", "hello hello hello"]
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (0.8, 0), (0.8, 20)])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
-def test_every_method_gives_the_plain_text(name: str, temperature: float, top_k: int) -> None:
-    """Where one request filters tokens the host decides for all; else the device decides alone where it can."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_method_gives_the_plain_text(dtype: str, name: str, temperature: float, top_k: int) -> None:
+    """Where one request filters tokens the host decides for all; else the device decides alone where it can.
+
+    In float32 the text is also that of a CPU; with fewer bits it is the GPU's own, one request at a time."""
     params = [
         SamplingParams(max_new_tokens=24 + i, temperature=temperature, seed=i + 2**35, top_k=top_k * (i == 2))
         for i in range(4)
     ]
-    expected = [answer.token_ids for answer in make_llm(name).generate(PROMPTS, params, is_raw=True)]  # on the CPU
+    plain = make_llm(name) if dtype == "float32" else make_llm(name, device="cuda", dtype=dtype, num_slots=1)
+    expected = [answer.token_ids for answer in plain.generate(PROMPTS, params, is_raw=True)]
     for drafter in (make_dflash(name), make_dflash(name, is_second=True), make_eagle3(name)):
-        llm = make_llm(name, drafter=drafter, device="cuda")
+        llm = make_llm(name, drafter=drafter, device="cuda", dtype=dtype)
         assert isinstance(llm.engine.runner, GpuTargetRunner)
         for pilot in ("ar", "fixed:4", "fixed:8", "tree:15", "tree:63"):
             found = llm.generate(PROMPTS, params, pilot=pilot, is_raw=True)

@@ -51,8 +51,8 @@ def grow(module, blocks: Draft[Tensor], weights: Tensor | None, limits: Tensor, 
     num_requests = len(limits)
     number = torch.full((3, num_requests * size), -9, dtype=torch.int32, device=DEVICE)
     masks = number.new_full((num_requests * size, -(-size // 32)), -9)
-    slots = number.new_zeros(num_requests)
-    trees = PassInputs(number[0], number[1], slots, number.new_full((num_requests,), -9), masks)
+    slots, (starts, branches) = number.new_zeros(num_requests), number.new_full((2, num_requests), -9)
+    trees = PassInputs(number[0], number[1], slots, starts, masks, branches)
     parents = number[2].view(num_requests, size)
     report = torch.full((num_requests, REPORT), -9.0, device=DEVICE)
     temperatures = torch.tensor(TEMPERATURES[:num_requests], device=DEVICE)
@@ -157,6 +157,7 @@ def test_trees_are_those_of_the_reference(  # type: ignore[no-untyped-def]
             places = (ids.long() - 100) % (depth * width) // width + 1
             assert torch.equal(offsets.long(), places.where(above >= 0, 0))
             assert torch.equal(trees.masks[own].cpu(), ancestor_masks(above, trees.masks.shape[1]))
+            assert bool(trees.branches[request]) == (int(offsets.max()) < int((above >= 0).sum()))
 
 
 @pytest.mark.parametrize("size", [12, 129])
@@ -165,7 +166,7 @@ def test_equal_paths_come_in_the_order_of_their_age(kernels, size: int) -> None:
     even = Draft(blocks.token_ids, torch.full_like(blocks.log_probs, -1.1))
     limits = torch.tensor([[size - 1, 5], [size - 3, 4]], dtype=torch.int32, device=DEVICE)
     found, expected = (grow(module, even, None, limits, size, is_chain=False) for module in (kernels, reference))
-    for name in ("token_ids", "positions", "masks"):
+    for name in ("token_ids", "positions", "masks", "branches"):
         assert torch.equal(getattr(found[0], name), getattr(expected[0], name))
     assert torch.equal(found[1], expected[1])
 
@@ -230,7 +231,7 @@ def test_the_host_reads_what_was_written_into_its_memory(kernels) -> None:  # ty
     def on_host(like: Tensor) -> Tensor:
         return torch.full(like.shape, -9, dtype=like.dtype, pin_memory=is_pinned)
 
-    parts = expected.token_ids, expected.positions, expected.slots, expected.starts, expected.masks
+    parts = expected.token_ids, expected.positions, expected.slots, expected.starts, expected.masks, expected.branches
     trees = PassInputs(*map(on_host, parts))
     own_parents, own_report = torch.empty_like(parents), on_host(report)
     anchors = expected.token_ids[:1]
@@ -245,7 +246,7 @@ def test_the_host_reads_what_was_written_into_its_memory(kernels) -> None:  # ty
     kernels.accept_trees(checked, kept, accepted, NextBlocks(following.slots, following.positions, 9, *numbers))
     if is_pinned:
         torch.cuda.synchronize()
-    for name in ("token_ids", "positions", "masks", "starts"):
+    for name in ("token_ids", "positions", "masks", "starts", "branches"):
         assert torch.equal(getattr(trees, name), getattr(expected, name).cpu())
     assert torch.equal(own_parents, parents)
     torch.testing.assert_close(own_report, report.cpu(), rtol=1e-4, atol=1e-7)

@@ -24,6 +24,7 @@ VERBS = {  # verb: (module, what `blockpilot --help` says)
     "train-pilot": ("blockpilot.cli.train_pilot", "fit a pilot to traces and show what it gains"),
     "bench": ("blockpilot.cli.bench", "measure methods on tasks: speedup, tau, losslessness"),
     "report": ("blockpilot.cli.report", "turn results of bench into Markdown, HTML and figures"),
+    "probe": ("blockpilot.cli.probe", "show that logits are the same bits in trees, chains, batches and cut prompts"),
     "models": ("blockpilot.cli.models", "list, fetch, verify and export models"),
 }
 _EXIT_FAILURE = 1

@@ -26,7 +26,9 @@ from blockpilot.engine.engine import Engine
 from blockpilot.engine.outbox import Update
 from blockpilot.engine.profile import ensure_costs, profile_key, read_profile
 from blockpilot.gpu.buckets import REQUESTS
-from blockpilot.gpu.device import on_device
+from blockpilot.gpu.device import has_triton, on_device
+from blockpilot.gpu.probe import ProbeReport, probe
+from blockpilot.gpu.target import GpuTargetRunner
 from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.models.packing import pack_linears
 from blockpilot.models.shipped import shipped_drafter
@@ -111,6 +113,18 @@ class LLM:
             for size in [*(size for size in REQUESTS if size < batch_size), batch_size]:
                 report(size)
                 executor.prepare(size, chosen)
+
+    def probe(self, report: Report | None = None, *, seed: int = 0) -> ProbeReport:
+        """Compare logits of trees, chains, batches and cut prompts with those of plain passes, bit for bit.
+
+        It works in free slots, on random tokens. Requests that are open go on afterwards.
+        """
+        runner = self.engine.runner
+        if not self.is_exact or not isinstance(runner, GpuTargetRunner):
+            raise InputError(why_inexact(self.device_type, self.config.dtype, runner.decoder.config.head_dim))
+        self.engine.settle()
+        with on_device(runner.device):
+            return probe(runner, seed=seed, report=report or (lambda what, done, total: None))
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a collection of texts too; the first match wins
@@ -217,6 +231,15 @@ class LLM:
         for request_id in request_ids:
             self._pending.pop(request_id, None)
             self.engine.abort(request_id)
+
+
+def why_inexact(device_type: str, dtype: str, head_dim: int | None = None) -> str:
+    """Why an engine promises no bits, and what to do; `head_dim` is the target's."""
+    if device_type == "cpu":
+        return f"{dtype} on a CPU has no exact path, its answers are audited by bench instead: use --device cuda"
+    if not has_triton():
+        return "without Triton a GPU has no exact path: install it with `pip install triton`"
+    return f"heads of size {head_dim} in {dtype} have no exact path on this GPU: use bfloat16, or another target"
 
 
 def _one_each(value, count: int, what: str) -> list:  # type: ignore[no-untyped-def, type-arg]

@@ -15,7 +15,8 @@ CONTEXTS = (2048, 1 << 30)  # how long slots are, roughly: long ones are read by
 CHECK_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, MAX_TREE_NODES + 1)  # of a request in a target's pass
 MAX_CHECK_ROWS = 4096  # of all requests
 MAX_LOGITS_BYTES = 5 << 28  # of all rows together: fewer rows for large vocabularies
-MAX_PIECES = 16  # of a prompt; beyond them one unrecorded pass is as fast
+PROMPT_TOKENS = (1, 4, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # of a request, over prompts
+MAX_PROMPT_ROWS = 4096  # of all requests
 
 BLOCKS = (2, 4, 8, 12, 16, 20, 24, 32, 48, MAX_BLOCK_SIZE)  # block sizes of a DFlash draft
 MAX_DRAFT_ROWS = 2048  # of one recorded draft: 64 requests of 32

@@ -49,6 +49,11 @@ def has_large_memory(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+@cache
+def num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Kernels are compiled, recorded, launched and waited for on the current device: make it this one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

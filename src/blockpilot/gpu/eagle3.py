@@ -47,7 +47,7 @@ class Chain:
         self.anchor_ids, self.slots = found["token_ids"][0], found["slots"][0]
         sees_itself = torch.ones(num_requests, 1, dtype=torch.int32, device=device)
         self.passes = [  # later passes read the tokens that earlier ones find
-            PassInputs(self.anchor_ids, positions, self.slots, starts, sees_itself, context)
+            PassInputs(self.anchor_ids, positions, self.slots, starts, sees_itself, context=context)
             for positions, starts in zip(found["positions"], found["starts"], strict=True)
         ]
         self._ids, self._slots = (self.staging.host[name] for name in ("token_ids", "slots"))

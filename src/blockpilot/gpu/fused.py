@@ -38,31 +38,22 @@ class FusedLayers:
         positions = torch.arange(rows.shape[4], dtype=torch.float32, device=self.device)
         angles = positions[:, None] * rotary.inverse_frequencies.to(self.device)
         self.rope = Rope(angles.cos(), angles.sin())
-        self.num_processors = (
-            torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 4
-        )
 
     def linear(self, x: Tensor, weight: Tensor) -> Parts:
-        return self.kernels.linear(x, weight, self.num_processors)
+        return self.kernels.linear(x, weight)
 
     def whole(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """The product in one piece."""
         if out is None:
             out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-        return self.kernels.linear(x, weight, self.num_processors, out=out).values
+        return self.kernels.linear(x, weight, out=out).values
 
     def attention(self, attention: Attention, x: Tensor, inputs: PassInputs) -> Parts:
         """Everything between the norm and the residual addition; the cache gets the new rows."""
         return self.attend(attention, self.linear(x, attention.qkv_proj.weight), inputs)
 
     def attend(self, attention: Attention, qkv: Parts, inputs: PassInputs) -> Parts:
-        layer = self._layer(attention)
-        num_kv, dim = layer.keys.shape[1], layer.keys.shape[3]
-        num_queries = inputs.count * self.num_heads // num_kv  # of a request and a key head
-        splits = self.kernels.choose_splits(
-            inputs.num_requests, num_kv, num_queries, dim, self.num_processors, inputs.context
-        )
-        mixed = self.kernels.rotate_attend(qkv, layer, inputs, splits)
+        mixed = self.kernels.rotate_attend(qkv, self._layer(attention), inputs)
         return self.linear(mixed, attention.o_proj.weight)
 
     def store(self, attention: Attention, x: Tensor, positions: Tensor, slots: Tensor, starts: Tensor) -> None:
@@ -78,7 +69,7 @@ class FusedLayers:
         return AttentionLayer(keys, values, self.rope, norms, self.num_heads)
 
     def mlp(self, mlp: MLP, x: Tensor) -> Parts:
-        gated = self.kernels.gated_linear(x, mlp.gate_up_proj.weight, self.num_processors)
+        gated = self.kernels.gated_linear(x, mlp.gate_up_proj.weight)
         return self.linear(gated, mlp.down_proj.weight)
 
     def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
@@ -107,11 +98,12 @@ class FusedDecoder:
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [N, H] before and after the final norm; `taps` [N, layers * H] gets what `Decoder` gives."""
         fused, decoder = self.layers, self.decoder
+        inputs = fused.kernels.lay_out(inputs)
         x, delta = fused.kernels.embed(inputs.token_ids, decoder.embed_tokens.weight), None
         after: dict[int, Tensor] = {}  # outputs of the layers that are read
         for index, layer in enumerate(cast(DecoderLayer, layer) for layer in decoder.layers):
             norm, weight = _norm(layer.input_layernorm), layer.self_attn.qkv_proj.weight
-            x, qkv = fused.kernels.norm_linear(x, delta, norm, weight, fused.num_processors)
+            x, qkv = fused.kernels.norm_linear(x, delta, norm, weight)
             if index - 1 in tap_layers:
                 after[index - 1] = x
             delta = fused.attend(layer.self_attn, qkv, inputs)  # what experts left before is freed
@@ -130,10 +122,10 @@ class FusedDecoder:
         fused, norm = self.layers, _norm(layer.post_attention_layernorm)
         if isinstance(layer.mlp, MLP):
             weight = layer.mlp.gate_up_proj.weight
-            x, gated = fused.kernels.norm_gated_linear(x, delta, norm, weight, fused.num_processors)
+            x, gated = fused.kernels.norm_gated_linear(x, delta, norm, weight)
             return x, fused.linear(gated, layer.mlp.down_proj.weight)
         experts = self.experts[layer.self_attn.index]
-        return fused.kernels.norm_routed_mlp(x, delta, norm, experts, fused.num_processors)
+        return fused.kernels.norm_routed_mlp(x, delta, norm, experts)
 
 
 def stack_experts(moe: MoE) -> Experts:

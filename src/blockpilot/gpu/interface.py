@@ -26,8 +26,10 @@ class PassInputs:
     positions: Tensor  # [N]
     slots: Tensor  # [R]
     starts: Tensor  # [R] rows already in the slot
-    masks: Tensor  # [N, words] which of the request's n new rows a token sees, a bit each
-    context: int = 2048  # the longest slot the pass is made for; longer ones are read too, only less well spread
+    masks: Tensor | None  # [N, words] which of the request's n new rows a token sees, a bit each; None: up to itself
+    branches: Tensor | None = None  # [R] not 0: its masks are a tree's that is no chain; None: there is no such tree
+    context: int = 2048  # the longest slot the pass is made for, before its own tokens
+    tail_rows: Tensor | None = None  # [N, columns] where the keys of a branching tree's nodes lie, by `Kernels.lay_out`
 
     @property
     def num_requests(self) -> int:
@@ -175,25 +177,19 @@ class NextBlocks:
 
 
 class Kernels(Protocol):
-    def linear(self, x: Tensor, weight: Tensor, num_processors: int, *, out: Tensor | None = None) -> Parts:
+    def linear(self, x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Parts:
         """x [N, size] times weight [rows, size]; with `out` the sum is there and not in parts."""
 
-    def gated_linear(self, x: Tensor, weight: Tensor, num_processors: int) -> Tensor:
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """silu(gate) * up of x [N, size] and the stacked rows [2 * rows, size] of the two projections."""
 
-    def norm_linear(
-        self, x: Tensor, delta: Parts | None, norm: Norm, weight: Tensor, num_processors: int
-    ) -> tuple[Tensor, Parts]:
+    def norm_linear(self, x: Tensor, delta: Parts | None, norm: Norm, weight: Tensor) -> tuple[Tensor, Parts]:
         """x + delta, and the product of its RMSNorm."""
 
-    def norm_gated_linear(
-        self, x: Tensor, delta: Parts | None, norm: Norm, weight: Tensor, num_processors: int
-    ) -> tuple[Tensor, Tensor]:
+    def norm_gated_linear(self, x: Tensor, delta: Parts | None, norm: Norm, weight: Tensor) -> tuple[Tensor, Tensor]:
         """x + delta, and the gated product of its RMSNorm."""
 
-    def norm_routed_mlp(
-        self, x: Tensor, delta: Parts, norm: Norm, experts: Experts, num_processors: int
-    ) -> tuple[Tensor, Parts]:
+    def norm_routed_mlp(self, x: Tensor, delta: Parts, norm: Norm, experts: Experts) -> tuple[Tensor, Parts]:
         """x + delta, and what each token's best experts make of its RMSNorm."""
 
     def add_norm(
@@ -212,13 +208,11 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Queries [N, H, D], normalised and rotated; the cache gets the new rows of keys and values."""
 
-    def rotate_attend(self, qkv: Parts, layer: AttentionLayer, inputs: PassInputs, num_splits: int) -> Tensor:
-        """Mixed values [N, H * D]; the cache gets the new rows. `num_splits` tells a GPU how to spread the work."""
+    def lay_out(self, inputs: PassInputs) -> PassInputs:
+        """The inputs with what all layers read of trees; called before everything else."""
 
-    def choose_splits(
-        self, num_requests: int, num_kv_heads: int, num_queries: int, dim: int, num_processors: int, context: int
-    ) -> int:
-        """How many programs share a context."""
+    def rotate_attend(self, qkv: Parts, layer: AttentionLayer, inputs: PassInputs) -> Tensor:
+        """Mixed values [N, H * D]; the cache gets the new rows."""
 
     def store_context(
         self, projected: Parts, layers: ContextLayers, positions: Tensor, slots: Tensor, starts: Tensor

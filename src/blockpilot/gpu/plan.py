@@ -55,10 +55,21 @@ class Staging:
 
 
 class PassPlan:
-    def __init__(self, num_requests: int, count: int, context: int, device: torch.device, spare_slot: int) -> None:
-        """`context` is how long slots may be for attention to be spread well; any length is read correctly."""
+    def __init__(
+        self,
+        num_requests: int,
+        count: int,
+        context: int,
+        device: torch.device,
+        spare_slot: int,
+        *,
+        is_prompt: bool = False,
+        can_branch: bool = False,
+    ) -> None:
+        """`context` is how long slots may be. Tokens of a prompt need no masks; trees `can_branch`, blocks cannot."""
         self.num_requests, self.count, self.spare_slot = num_requests, count, spare_slot
-        num_words, num_tokens = -(-count // WORD), num_requests * count
+        self.is_prompt, self.can_branch = is_prompt, can_branch
+        num_words, num_tokens = 0 if is_prompt else -(-count // WORD), num_requests * count
         self.staging = Staging(
             device,
             token_ids=num_tokens,
@@ -67,18 +78,20 @@ class PassPlan:
             starts=num_requests,
             sampling=3 * num_requests,
             limits=2 * num_requests,
+            branches=num_requests,
+            last_rows=num_requests if is_prompt else 0,
             masks=num_tokens * num_words,
         )
         self.inputs, self.staged = (
-            _pass_inputs(arrays, num_words, context) for arrays in (self.staging.device, self.staging.pinned)
+            self._pass_inputs(arrays, context) for arrays in (self.staging.device, self.staging.pinned)
         )
         host = self.staging.host
         self._ids, self._positions = (host[name].reshape(num_requests, count) for name in ("token_ids", "positions"))
         self._slots, self._starts = host["slots"], host["starts"]
         self._words, self._limits = host["sampling"].reshape(3, num_requests), host["limits"].reshape(num_requests, 2)
-        self._mask_bytes = host["masks"].data.cast("B")
+        self._branches, self._mask_bytes = host["branches"], host["masks"].data.cast("B")
         self._slots[:] = spare_slot
-        host["masks"].reshape(num_tokens, num_words)[:, 0] = 1
+        host["masks"].reshape(num_tokens, num_words)[:, :1] = 1
         self._blank = self.staging.copy()
         self.staging.send()
 
@@ -95,6 +108,11 @@ class PassPlan:
         """Of sampling; `shift` is 0 where a token's logits decide on itself, 1 where they decide on what follows it."""
         sampling = self.staging.device["sampling"].view(3, self.num_requests)
         return Noise(sampling[0].view(torch.float32), sampling[1:], self.inputs.positions, shift)
+
+    @property
+    def last_rows(self) -> Tensor:
+        """[R] where each prompt's last token is among all tokens."""
+        return self.staging.device["last_rows"]
 
     @property
     def anchor_positions(self) -> Tensor:
@@ -120,11 +138,23 @@ class PassPlan:
         """A tree (slot, tree) behind each slot's committed rows; `words` say how its request samples."""
         starts = self.place([slot for slot, _ in trees], lengths, words)
         self._write_shapes([tree_shape(tree.parents, self.count) for _, tree in trees], starts)
+        self._branches[: len(trees)] = [not tree.is_chain for _, tree in trees]
         ids: list[int] = []
         for _, tree in trees:
             ids += tree.token_ids
             ids += (0,) * (self.count - len(tree))
         self.staging.write(ids)
+
+    def write_prompts(
+        self, pieces: Sequence[tuple[int, Sequence[int]]], lengths: Sequence[int], words: Sequence[Words]
+    ) -> None:
+        """Tokens (slot, ids) of prompts behind each slot's rows. Padding has the position of the first token."""
+        starts = self.place([slot for slot, _ in pieces], lengths, words)
+        for row, ((_, ids), start) in enumerate(zip(pieces, starts, strict=True)):
+            self._ids[row, : len(ids)], self._ids[row, len(ids) :] = ids, 0
+            self._positions[row] = start
+            self._positions[row, : len(ids)] += np.arange(len(ids), dtype=np.int32)
+            self.staging.host["last_rows"][row] = row * self.count + len(ids) - 1
 
     def write_blocks(self, requests: Sequence[DraftRequest], lengths: Sequence[int], mask_id: int) -> None:
         """A drafter's block behind each slot's rows; its tokens see each other."""
@@ -144,6 +174,17 @@ class PassPlan:
         self._words[:, : len(slots)] = tuple(zip(*words, strict=True))
         return starts
 
+    def _pass_inputs(self, arrays: dict[str, Tensor], context: int) -> PassInputs:
+        return PassInputs(
+            token_ids=arrays["token_ids"],
+            positions=arrays["positions"],
+            slots=arrays["slots"],
+            starts=arrays["starts"],
+            masks=None if self.is_prompt else arrays["masks"].view(self.num_requests * self.count, -1),
+            branches=arrays["branches"] if self.can_branch else None,
+            context=context,
+        )
+
     def _write_shapes(self, shapes: Sequence[tuple[bytes, bytes]], positions: Sequence[int]) -> None:
         """Positions and masks of all requests; `positions` are those of their first tokens."""
         offsets, masks = zip(*shapes, strict=True)
@@ -151,17 +192,6 @@ class PassPlan:
         np.add(found, np.array(positions, dtype=np.int32)[:, None], out=self._positions[: len(shapes)])
         packed = b"".join(masks)
         self._mask_bytes[: len(packed)] = packed
-
-
-def _pass_inputs(arrays: dict[str, Tensor], num_words: int, context: int) -> PassInputs:
-    return PassInputs(
-        token_ids=arrays["token_ids"],
-        positions=arrays["positions"],
-        slots=arrays["slots"],
-        starts=arrays["starts"],
-        masks=arrays["masks"].view(-1, num_words),
-        context=context,
-    )
 
 
 @lru_cache(maxsize=4096)

@@ -36,7 +36,7 @@ from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.growth import GrowthRules, falling_costs, grow_tree
 
 
-def linear(x: Tensor, weight: Tensor, num_processors: int, *, out: Tensor | None = None) -> Parts:
+def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Parts:
     product = F.linear(x, weight)
     return Parts(product if out is None else out.copy_(product))
 
@@ -49,30 +49,38 @@ def rotate_store(qkv: Parts, layer: AttentionLayer, positions: Tensor, slots: Te
         q, k = (
             F.rms_norm(x, (dim,), norm.weight.float(), norm.eps) for x, norm in zip((q, k), layer.norms, strict=True)
         )
-    places = _places(slots, starts, len(positions))
+    places = _places(slots, starts, len(positions), layer.keys.shape[2])
     layer.keys[places[0], :, places[1]] = _rotate(k, positions, layer.rope).to(layer.keys.dtype)
     layer.values[places[0], :, places[1]] = v.to(layer.values.dtype)
     return _rotate(q, positions, layer.rope).to(layer.keys.dtype)
 
 
-def attend(q: Tensor, layer: AttentionLayer, inputs: PassInputs, num_splits: int) -> Tensor:
+def attend(q: Tensor, layer: AttentionLayer, inputs: PassInputs) -> Tensor:
     num_tokens, num_heads, _ = q.shape
     count, group = num_tokens // len(inputs.slots), num_heads // layer.keys.shape[1]
     bits = torch.arange(count, device=q.device)
-    is_marked = ((inputs.masks[:, bits // WORD] >> (bits % WORD).int()) & 1) == 1  # [N, count]
+    if inputs.masks is None:
+        is_marked = (bits[:, None] >= bits).repeat(len(inputs.slots), 1)  # [N, count]
+    else:
+        is_marked = ((inputs.masks[:, bits // WORD] >> (bits % WORD).int()) & 1) == 1
     outputs = []
     for request, (slot, start) in enumerate(zip(inputs.slots.tolist(), inputs.starts.tolist(), strict=True)):
         own = slice(request * count, (request + 1) * count)
         seen = torch.cat((torch.ones(count, start, dtype=torch.bool, device=q.device), is_marked[own]), dim=1)
-        k, v = (x[slot, :, : start + count].repeat_interleave(group, 0)[None] for x in (layer.keys, layer.values))
+        seen = seen[:, : layer.keys.shape[2]]  # padding may reach beyond a slot
+        k, v = (x[slot, :, : seen.shape[1]].repeat_interleave(group, 0)[None] for x in (layer.keys, layer.values))
         mixed = F.scaled_dot_product_attention(q[own].transpose(0, 1)[None], k, v, attn_mask=seen)
         outputs.append(mixed[0].transpose(0, 1).reshape(count, -1))
     return torch.cat(outputs)
 
 
-def rotate_attend(qkv: Parts, layer: AttentionLayer, inputs: PassInputs, num_splits: int) -> Tensor:
+def lay_out(inputs: PassInputs) -> PassInputs:
+    return inputs
+
+
+def rotate_attend(qkv: Parts, layer: AttentionLayer, inputs: PassInputs) -> Tensor:
     q = rotate_store(qkv, layer, inputs.positions, inputs.slots, inputs.starts)
-    return attend(q, layer, inputs, num_splits)
+    return attend(q, layer, inputs)
 
 
 def add_norm(
@@ -93,35 +101,31 @@ def convolve(x: Tensor, convolution: Convolution) -> Tensor:
     return _convolve(x.float(), convolution, side=0).to(x.dtype)
 
 
-def gated_linear(x: Tensor, weight: Tensor, num_processors: int) -> Tensor:
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     return gate(Parts(F.linear(x, weight)), x.dtype)
 
 
-def norm_linear(
-    x: Tensor, delta: Parts | None, norm: Norm, weight: Tensor, num_processors: int
-) -> tuple[Tensor, Parts]:
+def norm_linear(x: Tensor, delta: Parts | None, norm: Norm, weight: Tensor) -> tuple[Tensor, Parts]:
     total, normed = add_norm(x, delta, norm)
-    return total, linear(normed, weight, num_processors)
+    return total, linear(normed, weight)
 
 
-def norm_gated_linear(
-    x: Tensor, delta: Parts | None, norm: Norm, weight: Tensor, num_processors: int
-) -> tuple[Tensor, Tensor]:
+def norm_gated_linear(x: Tensor, delta: Parts | None, norm: Norm, weight: Tensor) -> tuple[Tensor, Tensor]:
     total, normed = add_norm(x, delta, norm)
-    return total, gated_linear(normed, weight, num_processors)
+    return total, gated_linear(normed, weight)
 
 
-def norm_routed_mlp(x: Tensor, delta: Parts, norm: Norm, experts: Experts, num_processors: int) -> tuple[Tensor, Parts]:
+def norm_routed_mlp(x: Tensor, delta: Parts, norm: Norm, experts: Experts) -> tuple[Tensor, Parts]:
     router, gate_up, down, num_active, is_normalized = experts
     total, normed = add_norm(x, delta, norm)
-    logits = linear(normed, router, num_processors).total.float()
+    logits = linear(normed, router).total.float()
     shares, chosen = logits.softmax(dim=-1).topk(num_active, dim=-1)  # [N, A]
     if is_normalized:
         shares = shares / shares.sum(dim=-1, keepdim=True)
     parts = torch.zeros(num_active, len(x), down.shape[1], dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
         rows, ranks = (chosen == expert).nonzero(as_tuple=True)
-        made = F.linear(gated_linear(normed[rows], gate_up[expert], num_processors), down[expert]).float()
+        made = F.linear(gated_linear(normed[rows], gate_up[expert]), down[expert]).float()
         parts[ranks, rows] = made * shares[rows, ranks, None]
     return total, Parts(parts, num_active) if num_active > 1 else Parts(parts[0])
 
@@ -135,7 +139,7 @@ def store_context(projected: Parts, layers: ContextLayers, positions: Tensor, sl
     rows = layers.rows
     num_layers, _, _, num_kv, _, dim = rows.shape
     heads = projected.total.float().view(len(positions), num_layers, 2, num_kv, dim)
-    places = _places(slots, starts, len(positions))
+    places = _places(slots, starts, len(positions), rows.shape[4])
     for layer in range(num_layers):
         keys = F.rms_norm(heads[:, layer, 0], (dim,), layers.norms.weight[layer].float(), layers.norms.eps)
         rows[layer, 0][places[0], :, places[1]] = _rotate(keys, positions, layers.rope).to(rows.dtype)
@@ -146,12 +150,6 @@ def move_rows(rows: Tensor, slots: Tensor, starts: Tensor, paths: Tensor, counts
     for slot, start, path, count in zip(slots.tolist(), starts.tolist(), paths, counts.tolist(), strict=True):
         own = rows[:, :, slot]
         own[..., start : start + count, :] = own.index_select(3, path[:count].long() + start)
-
-
-def choose_splits(
-    num_requests: int, num_kv_heads: int, num_queries: int, dim: int, num_processors: int, context: int
-) -> int:
-    return 1
 
 
 def rank_tokens(
@@ -226,7 +224,9 @@ def _write_tree(trees: PassInputs, request: int, tree: DraftTree, start: int) ->
     offsets, masks = (torch.frombuffer(bytearray(part), dtype=torch.int32) for part in tree_shape(tree.parents, count))
     _write(trees.token_ids[own], tree.token_ids)
     trees.positions[own] = (offsets + start).to(trees.positions.device)
+    assert trees.masks is not None and trees.branches is not None
     trees.masks[own] = masks.view(count, -1).to(trees.masks.device)
+    trees.branches[request] = int(not tree.is_chain)
     trees.starts[request] = start
 
 
@@ -258,10 +258,10 @@ def _write(place: Tensor, numbers: Iterable[float], rest: float = 0) -> None:
     place[: len(found)] = found.to(place.device)
 
 
-def _places(slots: Tensor, starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Slot and row of every token."""
+def _places(slots: Tensor, starts: Tensor, num_tokens: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """Slot and row of every token; that of padding beyond the slot is its last."""
     count = num_tokens // len(slots)
-    rows = starts.long()[:, None] + torch.arange(count, device=slots.device)
+    rows = (starts.long()[:, None] + torch.arange(count, device=slots.device)).clamp(max=capacity - 1)
     return slots.long().repeat_interleave(count), rows.flatten()
 
 

@@ -1,12 +1,13 @@
 """The target on a GPU: every check has one of few shapes, and the pass of a shape is recorded once as a CUDA graph.
 
-Prompts take the same passes, piece by piece, as chains. Long ones run unrecorded, as do checks of more rows than the
-result buffers hold.
+Prompts are read piece by piece, in passes that need no masks and leave the logits of each prompt's last token. A
+token's logits are the same bits in every pass (docs/exactness.md).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Collection
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from blockpilot.gpu.buckets import (
     CHECK_TOKENS,
     MAX_CHECK_ROWS,
     MAX_LOGITS_BYTES,
-    MAX_PIECES,
+    MAX_PROMPT_ROWS,
+    PROMPT_TOKENS,
     REQUESTS,
     context_bucket,
     context_buckets,
@@ -31,7 +33,8 @@ from blockpilot.gpu.buckets import (
 )
 from blockpilot.gpu.device import capture, check_memory, graph_pool, wait_for
 from blockpilot.gpu.fused import FusedDecoder
-from blockpilot.gpu.plan import GREEDY, PassPlan, Staging
+from blockpilot.gpu.interface import Kernels, Noise
+from blockpilot.gpu.plan import GREEDY, PassPlan, Staging, Words
 from blockpilot.models.config import DecoderConfig
 from blockpilot.models.decoder import Decoder
 
@@ -45,7 +48,15 @@ class CheckPass:
     taps: Tensor | None  # of all rows that a pass may have
     run: Callable[[], None] = field(init=False)
     best: Tensor = field(init=False)  # [R * count] the target's token after each
-    hidden: Tensor | None = None  # [R * count, H], before the final norm
+
+
+@dataclass(eq=False)
+class PromptPass:
+    plan: PassPlan
+    logits: Tensor  # [R, V] of each prompt's last token
+    taps: Tensor | None  # of all rows that a pass may have
+    run: Callable[[], None] = field(init=False)
+    hidden: Tensor = field(init=False)  # [R, H], before the final norm
 
 
 class GpuTargetRunner(TargetRunner):
@@ -65,7 +76,14 @@ class GpuTargetRunner(TargetRunner):
         self._best = torch.empty(self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._best_ids = self._best.numpy()
         self._passes: dict[tuple[int, int, int, tuple[int, ...]], CheckPass] = {}
+        self._prompts: dict[tuple[int, int, int, tuple[int, ...]], PromptPass] = {}
         self._moves: dict[int, tuple[Staging, Callable[[], None]]] = {}
+        self._is_recording = True
+
+    @property
+    def is_exact(self) -> bool:  # type: ignore[override]
+        """The reference promises no bits."""
+        return self.device.type == "cuda"
 
     def prepare(self, num_requests: int, tap_layers: Collection[int]) -> None:
         """Record the checks of all sizes, for short contexts and, where slots are long, for long ones."""
@@ -79,7 +97,7 @@ class GpuTargetRunner(TargetRunner):
         """The buffer [rows, layers * H] where passes that read these layers leave them; it stays the same."""
         layers = tuple(tap_layers)
         if layers not in self._taps:
-            shape = (self.max_rows, len(layers) * self.decoder.config.hidden_size)
+            shape = (max(self.max_rows, MAX_PROMPT_ROWS), len(layers) * self.decoder.config.hidden_size)
             self._taps[layers] = torch.empty(shape, dtype=self._logits.dtype, device=self.device)
         return self._taps[layers]
 
@@ -90,40 +108,46 @@ class GpuTargetRunner(TargetRunner):
         params: Collection[SamplingParams] = (),
         show: Show = show_nobody,
     ) -> PassResult:
-        size, longest = self._piece_size(len(chunks)), max(len(ids) for _, ids in chunks)
-        if longest > size * MAX_PIECES:
-            return super().prefill(chunks, tap_layers, params, show)
-        best = [0] * len(chunks)
-        ended: list[int] = []  # chunks, and of their last tokens
-        last: list[tuple[Tensor, Tensor]] = []  # logits and hidden states
-        for start in range(0, longest, size):
+        """Piece by piece: how prompts are cut changes nothing."""
+        num_requests, config = len(chunks), self.decoder.config
+        size = largest_below(MAX_PROMPT_ROWS // round_up(num_requests, REQUESTS), PROMPT_TOKENS)
+        best = [0] * num_requests
+        logits = torch.empty(num_requests, config.vocab_size, dtype=self._logits.dtype, device=self.device)
+        hidden = torch.empty(num_requests, config.hidden_size, dtype=self._logits.dtype, device=self.device)
+        for start in range(0, max(len(ids) for _, ids in chunks), size):
             rest = [
                 (row, slot, ids[start : start + size]) for row, (slot, ids) in enumerate(chunks) if len(ids) > start
             ]
-            trees = [(slot, DraftTree.chain(ids[0], ids[1:])) for _, slot, ids in rest]
-            check = self._check(trees, tap_layers, [params[row] for row, _, _ in rest] if params else ())
-            observations, ends = [], []
+            words = _words([params[row] for row, _, _ in rest] if params else (), len(rest))
+            piece = self._read([(slot, ids) for _, slot, ids in rest], tap_layers, words)
+            observations, ended = [], []  # places and rows of chunks that end here
             for place, (row, slot, ids) in enumerate(rest):
                 self.cache.keep(slot, range(len(ids)))
-                begin = place * check.plan.count
-                end = begin + len(ids)
-                observations.append(Observation(slot, ids, check.taps, range(begin, end)))
+                begin = place * piece.plan.count
+                observations.append(Observation(slot, ids, piece.taps, range(begin, begin + len(ids))))
                 if start + len(ids) == len(chunks[row][1]):
-                    ended.append(row)
-                    ends.append(end - 1)
-                    best[row] = int(self._best_ids[end - 1])
+                    ended.append((place, row))
+                    best[row] = int(self._best_ids[place])
             show(observations)
-            if ends:
-                assert check.hidden is not None
-                rows = torch.tensor(ends, device=self.device)
-                last.append((check.logits[rows], check.hidden[rows]))
-        logits, hidden = (torch.cat(parts) for parts in zip(*last, strict=True))
-        order = torch.tensor(ended, device=self.device).argsort()
-        return PassResult(logits[order], None, range(len(chunks)), hidden[order], best)
+            if ended:
+                places, rows = torch.tensor(ended, device=self.device).T
+                logits[rows], hidden[rows] = piece.logits[places], piece.hidden[places]
+        return PassResult(logits, None, range(num_requests), hidden, best)
 
-    def _piece_size(self, num_requests: int) -> int:
-        """Tokens of each prompt that one pass reads."""
-        return min(MAX_TREE_NODES, largest_below(self.max_rows // round_up(num_requests, REQUESTS), CHECK_TOKENS))
+    def _read(
+        self, pieces: Collection[tuple[int, list[int]]], tap_layers: Collection[int], words: Collection[Words]
+    ) -> PromptPass:
+        """Run a pass over one piece of each prompt and wait for it. Its results are valid until the next pass."""
+        longest = max(len(ids) for _, ids in pieces)
+        context = context_bucket([self.cache.lengths[slot] for slot, _ in pieces])
+        shape = round_up(len(pieces), REQUESTS), round_up(longest, PROMPT_TOKENS)
+        found = self._prompt_pass(*shape, context, tuple(tap_layers))
+        for slot, ids in pieces:
+            self.cache.append(slot, len(ids))
+        found.plan.write_prompts(pieces, self.cache.lengths, words)
+        found.run()
+        wait_for(self.device)
+        return found
 
     def verify(
         self,
@@ -131,24 +155,38 @@ class GpuTargetRunner(TargetRunner):
         tap_layers: Collection[int],
         params: Collection[SamplingParams] = (),
     ) -> PassResult:
-        if not self.can_run(len(trees), max([len(tree) for _, tree in trees])):
-            return super().verify(trees, tap_layers, params)
-        check = self._check(trees, tap_layers, params)
-        num_rows = len(trees) * check.plan.count
-        best = self._best_ids[:num_rows].tolist()
-        return PassResult(check.logits, check.taps, range(0, num_rows, check.plan.count), best=best)
+        """More rows than the result buffers hold are checked in several passes."""
+        words = _words(params, len(trees))
+        largest = max([len(tree) for _, tree in trees])
+        if self.can_run(len(trees), largest):
+            check = self._check(trees, tap_layers, words, num_tokens=largest)
+            num_rows = len(trees) * check.plan.count
+            best = self._best_ids[:num_rows].tolist()
+            return PassResult(check.logits, check.taps, range(0, num_rows, check.plan.count), best=best)
+        most = largest_below(self.max_rows // round_up(largest, CHECK_TOKENS), REQUESTS)
+        logits, taps, best = [], [], []
+        for start in range(0, len(trees), most):
+            part = slice(start, start + most)
+            check = self._check(trees[part], tap_layers, words[part], num_tokens=largest)
+            num_rows = len(trees[part]) * check.plan.count
+            logits.append(check.logits[:num_rows].clone())
+            taps += [] if check.taps is None else [check.taps[:num_rows].clone()]
+            best += self._best_ids[:num_rows].tolist()
+        starts = range(0, len(best), len(best) // len(trees))
+        return PassResult(torch.cat(logits), torch.cat(taps) if taps else None, starts, best=best)
 
     def _check(
         self,
         trees: Collection[tuple[int, DraftTree]],
         tap_layers: Collection[int],
-        params: Collection[SamplingParams],
+        words: Collection[Words],
+        *,
+        num_tokens: int,
     ) -> CheckPass:
         """Run a pass and wait for it. Its results are valid until the next pass."""
-        check = self.find_pass([slot for slot, _ in trees], max([len(tree) for _, tree in trees]), tap_layers)
+        check = self.find_pass([slot for slot, _ in trees], num_tokens, tap_layers)
         for slot, tree in trees:
             self.cache.append(slot, len(tree))
-        words = [GREEDY if one.is_filtered else one.words for one in params] or [GREEDY] * len(trees)
         check.plan.write_trees(trees, self.cache.lengths, words)
         check.run()
         wait_for(self.device)
@@ -188,22 +226,63 @@ class GpuTargetRunner(TargetRunner):
     def _pass(self, num_requests: int, count: int, context: int, tap_layers: tuple[int, ...]) -> CheckPass:
         key = (num_requests, count, context, tap_layers)
         if key not in self._passes:
-            plan = PassPlan(num_requests, count, context, self.device, self._spare_slot)
+            plan = PassPlan(num_requests, count, context, self.device, self._spare_slot, can_branch=True)
             taps = self.taps(tap_layers) if tap_layers else None
             check = CheckPass(plan, self._logits[: num_requests * count], taps)
-            check.run = capture(lambda: self._run(check, tap_layers), self.device, self._pool)
+            check.run = self._record(lambda: self._run(check, tap_layers))
             self._passes[key] = check
         return self._passes[key]
+
+    def _record(self, run: Callable[[], None]) -> Callable[[], None]:
+        return capture(run, self.device, self._pool) if self._is_recording else run
+
+    @contextmanager
+    def unrecorded(self, kernels: Kernels) -> Iterator[None]:
+        """Meanwhile passes run kernel by kernel, with these kernels."""
+        kept = self._passes, self._prompts, self.fused.layers.kernels
+        self._passes, self._prompts, self.fused.layers.kernels = {}, {}, kernels
+        self._is_recording = False
+        try:
+            yield
+        finally:
+            self._passes, self._prompts, self.fused.layers.kernels = kept
+            self._is_recording = True
 
     @torch.inference_mode()
     def _run(self, check: CheckPass, tap_layers: tuple[int, ...]) -> None:
         plan, num_rows = check.plan, len(check.logits)
         plan.staging.send()
         taps = None if check.taps is None else check.taps[:num_rows]
-        check.hidden, normed = self.fused.forward(plan.inputs, tap_layers, taps)
-        logits = self.fused.logits(normed, out=check.logits)
-        check.best = self.fused.layers.kernels.rank_tokens(logits, 1, noise=plan.noise(1))[1].flatten()
-        self.fused.layers.kernels.send(check.best, self._best[:num_rows])
+        _, normed = self.fused.forward(plan.inputs, tap_layers, taps)
+        check.best = self._rank(normed, check.logits, plan.noise(1))
+
+    def _rank(self, normed: Tensor, logits: Tensor, noise: Noise) -> Tensor:
+        """Logits of these states, and their tokens, which the host gets too."""
+        kernels = self.fused.layers.kernels
+        self.fused.logits(normed, out=logits)
+        best = kernels.rank_tokens(logits, 1, noise=noise)[1].flatten()
+        kernels.send(best, self._best[: len(best)])
+        return best
+
+    def _prompt_pass(self, num_requests: int, count: int, context: int, tap_layers: tuple[int, ...]) -> PromptPass:
+        key = (num_requests, count, context, tap_layers)
+        if key not in self._prompts:
+            plan = PassPlan(num_requests, count, context, self.device, self._spare_slot, is_prompt=True)
+            taps = self.taps(tap_layers) if tap_layers else None
+            found = PromptPass(plan, self._logits[:num_requests], taps)
+            found.run = self._record(lambda: self._run_prompts(found, tap_layers))
+            self._prompts[key] = found
+        return self._prompts[key]
+
+    @torch.inference_mode()
+    def _run_prompts(self, found: PromptPass, tap_layers: tuple[int, ...]) -> None:
+        plan = found.plan
+        plan.staging.send()
+        taps = None if found.taps is None else found.taps[: plan.num_requests * plan.count]
+        hidden, normed = self.fused.forward(plan.inputs, tap_layers, taps)
+        found.hidden, last = hidden.index_select(0, plan.last_rows), normed.index_select(0, plan.last_rows)
+        noise = replace(plan.noise(1), positions=plan.inputs.positions.index_select(0, plan.last_rows))
+        self._rank(last, found.logits, noise)
 
     def _move(self, num_requests: int) -> tuple[Staging, Callable[[], None]]:
         if num_requests not in self._moves:
@@ -224,9 +303,15 @@ class GpuTargetRunner(TargetRunner):
         return self._moves[num_requests]
 
 
+def _words(params: Collection[SamplingParams], num_requests: int) -> Collection[Words]:
+    """How each request samples inside of a pass; what is filtered is chosen outside."""
+    return [GREEDY if one.is_filtered else one.words for one in params] or [GREEDY] * num_requests
+
+
 def _max_rows(config: DecoderConfig, placement: Placement) -> int:
     most = min(MAX_CHECK_ROWS, MAX_LOGITS_BYTES // (config.vocab_size * placement.dtype.itemsize))
-    return min(most, round_up(placement.num_slots, REQUESTS) * CHECK_TOKENS[-1])
+    num_requests = round_up(placement.num_slots, REQUESTS)
+    return max(num_requests, min(most, num_requests * CHECK_TOKENS[-1]))
 
 
 def _bytes_needed(config: DecoderConfig, placement: Placement, max_rows: int) -> int:
@@ -236,5 +321,6 @@ def _bytes_needed(config: DecoderConfig, placement: Placement, max_rows: int) ->
     sizes = [size * count for size in REQUESTS if size <= round_up(num_slots, REQUESTS) for count in CHECK_TOKENS]
     kept = len(context_buckets(context_length)) * sum(rows for rows in sizes if rows <= max_rows)  # of every pass
     num_hidden = 8 if config.moe is None else 8 + config.moe.num_active * 4 // dtype.itemsize  # experts leave float32
-    results = max_rows * (config.vocab_size + num_hidden * config.hidden_size) + kept * config.hidden_size
+    hidden = max(max_rows, MAX_PROMPT_ROWS) * num_hidden * config.hidden_size
+    results = max_rows * config.vocab_size + hidden + kept * config.hidden_size
     return (cache + results) * dtype.itemsize

@@ -1,19 +1,23 @@
 """Passes of fixed shape give what unrecorded passes give. Here with the kernels' reference implementation, on a CPU."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from blockpilot.core.errors import InputError
 from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.decoding.drafter import Observation
 from blockpilot.decoding.sampling import choose_tokens
 from blockpilot.engine.llm import LLM
 from blockpilot.gpu import device as gpu
+from blockpilot.gpu import target
 from blockpilot.gpu.dflash import GpuDFlashDrafter
 from blockpilot.gpu.target import GpuTargetRunner
-from tests.tiny import RandomTreePilot, make_dflash, make_eagle3, make_llm
+from tests.tiny import CONTEXT_LENGTH, RandomTreePilot, make_dflash, make_eagle3, make_llm
 from tests.unit.gpu.late_device import make_gpu_llm
 
 PROMPTS = ["abcabcab", "the quick brown fox", "z", "hello hello hello"]
@@ -78,15 +82,70 @@ def test_prompts_run_in_pieces(make_drafter: Callable[[str], Any], lengths: tupl
     ]
 
 
-def test_a_check_of_too_many_rows_runs_unrecorded() -> None:
+def read_prompts(llm: LLM, chunks: list[list[int]]) -> tuple[Any, dict[int, list[int]], dict[int, Tensor]]:
+    """The result of a prefill, and what was shown of each slot: tokens and taps."""
+    runner, ids, taps = llm.engine.runner, defaultdict(list), defaultdict(list)
+
+    def show(observations: list[Observation]) -> None:
+        for one in observations:
+            own = one.own_taps()
+            assert own is not None
+            ids[one.slot] += one.token_ids
+            taps[one.slot].append(own.clone())
+
+    given = [(runner.cache.reserve(), chunk) for chunk in chunks]
+    result = runner.prefill(given, (0, 2), show=show)
+    return result, dict(ids), {slot: torch.cat(parts) for slot, parts in taps.items()}
+
+
+@pytest.mark.parametrize("lengths", [(1,), (16,), (17,), (3, 33), (40, 1, 16, 70)])
+@pytest.mark.parametrize(("sizes", "max_rows"), [((1, 4, 16), 516), ((1, 4, 16, 512), 64), ((1, 4), 4)])
+def test_every_token_of_a_prompt_is_read_once_and_shown(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], sizes: tuple[int, ...], max_rows: int
+) -> None:
+    """However prompts are cut: by the largest piece, or by the rows that a pass may have."""
+    monkeypatch.setattr(target, "PROMPT_TOKENS", sizes)
+    monkeypatch.setattr(target, "MAX_PROMPT_ROWS", max_rows)
+    plain, planned = make_llm("qwen3"), make_gpu_llm("qwen3")
+    runner = planned.engine.runner
+    assert isinstance(runner, GpuTargetRunner)
+    chunks = [[(7 * place + index) % 60 for index in range(length)] for place, length in enumerate(lengths)]
+    (expected, _, expected_taps), (found, ids, taps) = (read_prompts(llm, chunks) for llm in (plain, planned))
+    assert list(ids.values()) == chunks
+    torch.testing.assert_close(taps, expected_taps, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    assert list(found.best_ids()) == list(expected.best_ids())
+    assert all(count in sizes and num_requests * count <= max_rows for num_requests, count, _, _ in runner._prompts)
+
+
+def test_padding_behind_a_full_slot_touches_no_row_that_counts() -> None:
+    """The first prompt ends at the last position; beside the second its piece would reach beyond the slot."""
+    caches, results = [], []
+    for make in (make_llm, make_gpu_llm):
+        runner = make("qwen3").engine.runner
+        first, second, other = (runner.cache.reserve() for _ in range(3))
+        start, length = CONTEXT_LENGTH - 10, CONTEXT_LENGTH
+        runner.prefill([(first, [index % 60 for index in range(start)])], ())
+        runner.cache.rows[:, :, other] = 7.0
+        results.append(runner.prefill([(first, [5] * 10), (second, [index % 50 for index in range(length)])], ()))
+        assert bool((runner.cache.rows[:, :, other] == 7.0).all())
+        caches.append(runner.cache.rows[:, :, [first, second], :, :length])
+    assert isinstance(runner, GpuTargetRunner)
+    assert start + max(count for _, count, _, _ in runner._prompts) > runner.cache.capacity
+    torch.testing.assert_close(results[1].logits, results[0].logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(caches[1], caches[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_check_of_too_many_rows_runs_in_several_passes() -> None:
     planned = make_gpu_llm("llama", drafter=make_dflash())
     runner = planned.engine.runner
     assert isinstance(runner, GpuTargetRunner)
-    runner.max_rows = 8
-    expected = make_llm("llama").generate("abcabc", SamplingParams(max_new_tokens=12), is_raw=True)
-    found = planned.generate("abcabc", SamplingParams(max_new_tokens=12), pilot="tree:15", is_raw=True)
-    assert found.token_ids == expected.token_ids
-    assert not runner._passes or max(count for _, count, _, _ in runner._passes) <= 8
+    runner.max_rows = 32  # two trees of 16
+    params = SamplingParams(max_new_tokens=12)
+    expected = make_llm("llama").generate(PROMPTS, params, is_raw=True)
+    found = planned.generate(PROMPTS, params, pilot="tree:15", is_raw=True)
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert max(num_requests * count for num_requests, count, _, _ in runner._passes) == 32
 
 
 def test_spare_slots_are_never_handed_out() -> None:
@@ -135,14 +194,3 @@ def test_prepared_passes_are_those_that_decoding_uses() -> None:
     for pilot in ("fixed:7", "fixed:8", "tree:15", "tree:70"):
         planned.generate(PROMPTS, params, pilot=pilot, is_raw=True)
     assert (set(runner._passes), set(drafter._drafts), set(drafter.views._views), set(runner._moves)) == recorded
-
-
-def test_taps_that_come_once_are_not_recorded() -> None:
-    planned = make_gpu_llm("llama", drafter=make_dflash())
-    runner, drafter = planned.engine.runner, planned.drafter
-    assert isinstance(runner, GpuTargetRunner) and isinstance(drafter, GpuDFlashDrafter)
-    planned.prepare()
-    recorded = set(drafter.views._views)
-    runner.max_rows = 1  # every check runs unrecorded, with taps of its own
-    planned.generate("abcabcab", SamplingParams(max_new_tokens=12), pilot="fixed:4", is_raw=True)
-    assert set(drafter.views._views) == recorded

@@ -42,7 +42,8 @@ def grow(
     count = len(limits)
     ids, positions, parents = torch.full((3, count * size), -9, dtype=torch.int32)
     masks, parents = ids.new_full((count * size, -(-size // 32)), -9), parents.view(count, size)
-    trees = PassInputs(ids, positions, ids.new_zeros(count), starts := ids.new_full((count,), -9), masks)
+    starts, branches = ids.new_full((2, count), -9)
+    trees = PassInputs(ids, positions, ids.new_zeros(count), starts, masks, branches)
     report = torch.full((count, REPORT), -9.0)
     given = torch.tensor([[ANCHOR, START]] * count, dtype=torch.int32)
     numbers = torch.tensor(temperatures), torch.tensor(limits, dtype=torch.int32), given[:, 0], given[:, 1]
@@ -56,6 +57,7 @@ def grow(
         own = ids.view(count, size)[request].tolist()
         assert own[length:] == [0] * (size - length)
         found.append(DraftTree.build(own[0], list(zip(above[1:length], own[1:length], strict=True))))
+    assert branches.tolist() == [int(not tree.is_chain) for tree in found]
     return found, trees, report
 
 

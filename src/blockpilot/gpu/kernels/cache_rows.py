@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockpilot.gpu.interface import AttentionLayer, ContextLayers, Parts
+from blockpilot.gpu.kernels.fixed_point import inverse_root, power_of, square_units
 from blockpilot.gpu.kernels.launching import launch, padded, per_count, sum_parts, wait
 
 MAX_SINGLE = 1024  # programs of one token and head
@@ -19,7 +20,14 @@ def rotate_halves(  # type: ignore[no-untyped-def]
     if HAS_NORM:
         halves = tl.arange(0, PAD // 2)
         is_half = halves < DIM // 2
-        scale = tl.rsqrt((tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)) / DIM + eps)[:, None]
+        power = power_of(tl.maximum(tl.max(tl.abs(left), axis=1), tl.max(tl.abs(right), axis=1)))
+        coarse, fine = square_units(left, power[:, None], PAD)
+        more_coarse, more_fine = square_units(right, power[:, None], PAD)
+        coarse, fine = (
+            tl.sum(coarse, axis=1) + tl.sum(more_coarse, axis=1),
+            tl.sum(fine, axis=1) + tl.sum(more_fine, axis=1),
+        )
+        scale = inverse_root(coarse, fine, power, DIM, eps, PAD)[:, None]
         left = left * scale * tl.load(weight + halves, mask=is_half, other=0.0).to(tl.float32)[None, :]
         right = right * scale * tl.load(weight + DIM // 2 + halves, mask=is_half, other=0.0).to(tl.float32)[None, :]
     return left * cosines - right * sines, right * cosines + left * sines
@@ -33,10 +41,12 @@ def _load_angles(cos, sin, positions, tokens, is_token, halves, is_both, DIM: tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _new_rows(slots, starts, tokens, is_token, count, slot_stride, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where in a layer's cache the first head of each token begins."""
+def _new_rows(slots, starts, tokens, is_token, count, slot_stride, capacity, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where in a layer's cache the first head of each token begins. Padding may reach beyond a slot: its rows are the
+    slot's last, which no committed token has."""
     request = tokens // count
     row = tl.load(starts + request, mask=is_token, other=0).to(tl.int64) + tokens % count
+    row = tl.minimum(row, capacity - 1)
     return tl.load(slots + request, mask=is_token, other=0).to(tl.int64) * slot_stride + row * DIM
 
 
@@ -66,7 +76,7 @@ def _rotate_store(  # type: ignore[no-untyped-def]
         tl.store(queries, left, mask=is_both)
         tl.store(queries + half, right, mask=is_both)
     else:
-        row = _new_rows(slots, starts, tokens, is_token, count, slot_stride, DIM)
+        row = _new_rows(slots, starts, tokens, is_token, count, slot_stride, capacity, DIM)
         places = (row + ((head - HEADS) % KV).to(tl.int64) * capacity * DIM)[:, None] + halves[None, :]
         cache = keys if head < HEADS + KV else values
         tl.store(cache + places, left, mask=is_both)
@@ -94,7 +104,7 @@ def _store_context(  # type: ignore[no-untyped-def]
     if plane % 2 == 0:
         cosines, sines = _load_angles(cos, sin, positions, tokens, is_token, halves, is_both, DIM)
         left, right = rotate_halves(left, right, cosines, sines, weights + plane // 2 * DIM, eps, DIM, PAD, True)
-    row = _new_rows(slots, starts, tokens, is_token, count, slot_stride, DIM)
+    row = _new_rows(slots, starts, tokens, is_token, count, slot_stride, capacity, DIM)
     row += plane.to(tl.int64) * layer_stride + head.to(tl.int64) * capacity * DIM
     places = rows + row[:, None] + halves[None, :]
     tl.store(places, left.to(rows.dtype.element_ty), mask=is_both)

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from blockpilot.gpu.device import on_device
+from blockpilot.gpu.schedule import MIN_TILE
 
-MIN_TILE = 16  # the smallest tile the matrix units take
 per_count = triton.jit(do_not_specialize=["count"])  # tokens per request: one compiled kernel serves all numbers
 
 
@@ -42,8 +42,12 @@ def padded(dim: int) -> int:
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any, **options: Any) -> None:
     """Enqueue a kernel that waits for its inputs itself: it may start before the one before it has ended.
 
-    Triton compiles for the current device and launches there, wherever the tensors are.
+    Triton compiles for the current device and launches there, wherever the tensors are. Unless told otherwise it does
+    not contract a product and a sum into one instruction: where it would do so in one variant of a kernel and not in
+    another, their bits would differ.
     """
-    overlap = {"launch_pdl": True} if can_overlap(device) else {}
+    settings = {"enable_fp_fusion": False} | options
+    if can_overlap(device):
+        settings["launch_pdl"] = True
     with on_device(device):
-        kernel[grid](*given, IS_OVERLAPPED=bool(overlap), **options, **overlap)
+        kernel[grid](*given, IS_OVERLAPPED=can_overlap(device), **settings)

@@ -9,7 +9,8 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from blockpilot.gpu.interface import Noise, Selector
-from blockpilot.gpu.kernels.launching import MIN_TILE, launch, wait
+from blockpilot.gpu.kernels.launching import launch, wait
+from blockpilot.gpu.schedule import MIN_TILE
 
 CHUNK = 1024  # tokens of a row of logits that one program ranks; one warp then never waits for another
 

@@ -1,4 +1,4 @@
-"""What stands between products: residual additions with norms, gates, DFlash 2's convolutions."""
+"""What stands between products: residual additions with norms, DFlash 2's convolutions."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blockpilot.gpu.device import on_device
 from blockpilot.gpu.interface import Convolution, Norm, Parts
+from blockpilot.gpu.kernels.fixed_point import inverse_root, power_of, square_units
 from blockpilot.gpu.kernels.launching import can_overlap, launch, sum_parts, wait
 
 
@@ -43,7 +44,9 @@ def _add_norm(  # type: ignore[no-untyped-def]
         wide += added
         wide = wide.to(total_out.dtype.element_ty).to(tl.float32)
         tl.store(total_out + row * size + columns, wide.to(total_out.dtype.element_ty), mask=is_column)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    power = power_of(tl.max(tl.abs(wide), axis=0))
+    coarse, fine = square_units(wide, power, PAD)
+    scale = inverse_root(tl.sum(coarse, axis=0), tl.sum(fine, axis=0), power, size, eps, PAD)
     tl.store(normed + row * size + columns, (wide * scale * weights).to(normed.dtype.element_ty), mask=is_column)
 
 
@@ -74,19 +77,6 @@ def _convolve(  # type: ignore[no-untyped-def]
         scale += tl.load(near + tap * num_groups, mask=is_column, other=0.0).to(tl.float32)
         total += scale * earlier
     tl.store(out + row * size + columns, total.to(out.dtype.element_ty), mask=is_column)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _gate(  # type: ignore[no-untyped-def]
-    gate_up, out, size, part_stride, BLOCK: tl.constexpr, PARTS: tl.constexpr, IS_OVERLAPPED: tl.constexpr
-):  # fmt: skip
-    wait(IS_OVERLAPPED)
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_column = columns < size
-    gate = sum_parts(gate_up, row * 2 * size + columns, part_stride, is_column, PARTS)
-    up = sum_parts(gate_up, row * 2 * size + size + columns, part_stride, is_column, PARTS)
-    tl.store(out + row * size + columns, (gate / (1 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=is_column)
 
 
 def add_norm(
@@ -127,15 +117,5 @@ def convolve(x: Tensor, convolution: Convolution) -> Tensor:
     launch(_convolve, (num_tokens, triton.cdiv(size, 1024)), x.device,
         x, convolution.base, convolution.corrections, convolution.offsets, out, size, convolution.num_groups,
         BLOCK=1024, TAPS=convolution.num_taps, GROUP=convolution.group_size,
-    )  # fmt: skip
-    return out
-
-
-def gate(gate_up: Parts, dtype: torch.dtype) -> Tensor:
-    num_tokens, width = gate_up.values.shape[-2:]
-    size = width // 2
-    out = torch.empty(num_tokens, size, dtype=dtype, device=gate_up.values.device)
-    launch(_gate, (num_tokens, triton.cdiv(size, 512)), out.device,
-        gate_up.values, out, size, gate_up.stride, BLOCK=512, PARTS=gate_up.num_parts, num_warps=2,
     )  # fmt: skip
     return out

@@ -116,7 +116,8 @@ def _bits_of(nodes, words):  # type: ignore[no-untyped-def]
     do_not_specialize=["num_positions", "count", "anchor_stride", "start_stride"]
 )
 def _grow(  # type: ignore[no-untyped-def]
-    candidates, best, following, limits, anchors, starts, token_ids, positions, masks, first_rows, parents, report,
+    candidates, best, following, limits, anchors, starts, token_ids, positions, masks, branches, first_rows, parents,
+    report,
     num_positions, count, anchor_stride, start_stride,
     WIDTH: tl.constexpr, PAD: tl.constexpr, WORDS: tl.constexpr, PAD_WORDS: tl.constexpr, HEAD: tl.constexpr,
     IS_CHAIN: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
@@ -167,6 +168,7 @@ def _grow(  # type: ignore[no-untyped-def]
     anchor, start = tl.load(anchors + request * anchor_stride), tl.load(starts + request * start_stride)
     first = request * count
     tl.store(first_rows + request, start)
+    tl.store(branches + request, (tl.max(depths, axis=0) < node - 1).to(tl.int32))
     tl.store(token_ids + first, anchor)
     tl.store(positions + first, start)
     tl.store(parents + first, -1)
@@ -246,11 +248,13 @@ def grow_trees(
         1 if weights is None else weights.shape[1], WIDTH=width, PAD=triton.next_power_of_2(width),
         HAS_PAIRS=pairs is not None, HAS_WEIGHTS=weights is not None, num_warps=4,
     )  # fmt: skip
+    assert trees.masks is not None and trees.branches is not None
     num_words = trees.masks.shape[1]
     launch(_grow, (num_requests,), parents.device,
         draft.token_ids, best, following, limits.limits, limits.anchors, limits.starts, trees.token_ids,
-        trees.positions, trees.masks, trees.starts, parents, report, num_positions, count, limits.anchors.stride(0),
-        limits.starts.stride(0), WIDTH=width, PAD=max(MIN_NODES, triton.next_power_of_2(count - 1)), WORDS=num_words,
+        trees.positions, trees.masks, trees.branches, trees.starts, parents, report, num_positions, count,
+        limits.anchors.stride(0), limits.starts.stride(0), WIDTH=width,
+        PAD=max(MIN_NODES, triton.next_power_of_2(count - 1)), WORDS=num_words,
         PAD_WORDS=triton.next_power_of_2(num_words), HEAD=HEAD, IS_CHAIN=rules.is_chain, num_warps=1,
     )  # fmt: skip
 

@@ -311,8 +311,8 @@ class Attended:
                 assert_same(found[place * count :][: last - first], expected[first:last], plan, first)
 
 
-FEW_PLANS = [None, AttentionPlan(16, 0, 4), AttentionPlan(32, 1, 1), AttentionPlan(64, GROUP_CHUNKS, 4)]
-ALL_PLANS = [AttentionPlan(*one) for one in product((16, 32, 64), (0, 1, GROUP_CHUNKS), (1, 4))]
+FEW_PLANS = [None, AttentionPlan(16, 0), AttentionPlan(32, 1, num_stages=1), AttentionPlan(64, GROUP_CHUNKS)]
+ALL_PLANS = [AttentionPlan(*one) for one in product((16, 32, 64), (0, 1, GROUP_CHUNKS), (2, 4))]
 SHAPES = [  # heads, heads of keys, head size, dtype: every size and group, every dtype where models are
     (2, 2, 16, torch.float32),
     (4, 2, 32, torch.bfloat16),

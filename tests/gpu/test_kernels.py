@@ -105,7 +105,7 @@ def test_attention(  # type: ignore[no-untyped-def]
     expected_q = reference.rotate_store(qkv, layers[0], *given)
     expected = reference.attend(expected_q, layers[0], inputs)
     q = kernels.rotate_store(qkv, layers[1], *given)
-    plan = AttentionPlan(tile=32, unit=unit, nodes=4 if num_requests > 2 else 1)
+    plan = AttentionPlan(tile=32, unit=unit)
     laid_out = kernels.lay_out(inputs)
     mixed = kernels.attend(q, layers[1], laid_out, plan)
     together = kernels.rotate_attend(qkv, layers[2], laid_out)

@@ -223,12 +223,19 @@ class Kernels(Protocol):
         """Gather accepted rows [layers, 2, slots, Hkv, capacity, D] behind each slot's start: paths[r, i] to i."""
 
     def rank_tokens(
-        self, logits: Tensor, num_best: int, names: Tensor | None = None, noise: Noise | None = None
+        self,
+        logits: Tensor,
+        num_best: int,
+        names: Tensor | None = None,
+        noise: Noise | None = None,
+        *,
+        is_weighed: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, ids and log-probabilities [N, K] of the best tokens of logits [N, V], best first; float32.
 
         `names` [V] are the ids of the columns, where they are not their places. With `noise` scores are those that
-        sampling compares; the last n tokens of each request have logits.
+        sampling compares; the last n tokens of each request have logits. Unless `is_weighed`, there are no
+        log-probabilities.
         """
 
     def score_pairs(

@@ -1,6 +1,7 @@
 """The inputs of a recorded pass: written on the host, sent to the device in one copy."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from struct import pack, pack_into
 from typing import Any
@@ -66,9 +67,9 @@ class PassPlan:
         is_prompt: bool = False,
         can_branch: bool = False,
     ) -> None:
-        """`context` is how long slots may be. Tokens of a prompt need no masks; trees `can_branch`, blocks cannot."""
+        """`context` is how long slots may be. Tokens of a prompt need no masks; only trees `can_branch`."""
         self.num_requests, self.count, self.spare_slot = num_requests, count, spare_slot
-        self.is_prompt, self.can_branch = is_prompt, can_branch
+        self.is_prompt = is_prompt
         num_words, num_tokens = 0 if is_prompt else -(-count // WORD), num_requests * count
         self.staging = Staging(
             device,
@@ -82,9 +83,10 @@ class PassPlan:
             last_rows=num_requests if is_prompt else 0,
             masks=num_tokens * num_words,
         )
-        self.inputs, self.staged = (
-            self._pass_inputs(arrays, context) for arrays in (self.staging.device, self.staging.pinned)
-        )
+        self.staged = self._pass_inputs(self.staging.pinned, context)
+        self.inputs = self._pass_inputs(self.staging.device, context)
+        if not can_branch:
+            self.inputs = replace(self.inputs, branches=None)
         host = self.staging.host
         self._ids, self._positions = (host[name].reshape(num_requests, count) for name in ("token_ids", "positions"))
         self._slots, self._starts = host["slots"], host["starts"]
@@ -181,7 +183,7 @@ class PassPlan:
             slots=arrays["slots"],
             starts=arrays["starts"],
             masks=None if self.is_prompt else arrays["masks"].view(self.num_requests * self.count, -1),
-            branches=arrays["branches"] if self.can_branch else None,
+            branches=arrays["branches"],
             context=context,
         )
 

@@ -153,7 +153,12 @@ def move_rows(rows: Tensor, slots: Tensor, starts: Tensor, paths: Tensor, counts
 
 
 def rank_tokens(
-    logits: Tensor, num_best: int, names: Tensor | None = None, noise: Noise | None = None
+    logits: Tensor,
+    num_best: int,
+    names: Tensor | None = None,
+    noise: Noise | None = None,
+    *,
+    is_weighed: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = logits.float() if noise is None else _add_noise(logits.float(), names, noise)
     scores, places = wide.topk(num_best, dim=-1) if num_best > 1 else wide.max(dim=-1, keepdim=True)  # first of equals

@@ -26,6 +26,7 @@ MAX_SMALL, MAX_SMALL_TOKENS = 1 << 21, 256  # numbers of a small weight, and tok
 LARGE_MEMORY, SMALL_MEMORY = 226 << 10, 98 << 10  # bytes that the tiles of a program may take
 MAX_WHOLE_ROW = 1024  # inner size of a part up to which a program holds whole rows for one token
 MAX_QUERIES = 64  # of one program
+MIN_BRANCHING = 3  # tokens of a tree that is no chain
 SHORT = 2048  # contexts that are read chunk by chunk where requests are few
 
 
@@ -176,10 +177,8 @@ def num_tails(count: int) -> int:
 class AttentionPlan:
     tile: int  # queries of one program
     unit: int  # chunks of one program: 1, those of a group, or 0 for all
-    nodes: int  # tokens of one program that finishes them
     num_warps: int = 4
     num_stages: int = 2
-    finish_warps: int = 4
 
 
 def plan_attention(
@@ -190,18 +189,19 @@ def plan_attention(
     *,
     context: int,
     is_prompt: bool,
+    can_branch: bool,
     processors: int,
 ) -> AttentionPlan:
     """Chunks are shared out where there are too few programs without."""
     tile = min(MAX_QUERIES, max(MIN_TILE, next_power(num_queries)))
     programs = num_requests * num_kv_heads * -(-num_queries // tile)
     if is_prompt:
-        return AttentionPlan(tile, 0, 1, 4, 2)
+        return AttentionPlan(tile, 0, 4, 2)
     if context > SHORT:
         unit = GROUP_CHUNKS if programs < 4 * processors else 0
-        return AttentionPlan(tile, unit, 1, 2 if tile == MIN_TILE else 4, 2)
+        return AttentionPlan(tile, unit, 2 if tile == MIN_TILE else 4, 2)
     is_narrow = tile == MIN_TILE and dim <= 64
     if programs >= 0.9 * processors and not is_narrow:
-        return AttentionPlan(tile, 0, 4, 4, 4 if programs <= processors else 3, 2)
+        return AttentionPlan(tile, 0, 4, 4 if programs <= processors and not can_branch else 3)
     tile = MIN_TILE if num_requests == 1 and num_queries <= MAX_QUERIES else tile
-    return AttentionPlan(tile, 1, 1, 4, 1, 4 if tile == MIN_TILE else 2)
+    return AttentionPlan(tile, 1, 4, 1)

@@ -125,17 +125,18 @@ class DeviceExecutor:
     def prepare(self, num_requests: int, pilot: Pilot | None) -> None:
         """Record all passes and plain steps of that many requests, and the steps that a pilot may choose."""
         runner, drafter = self.runner, self.drafter
-        runner.prepare(num_requests, self.bound.tap_layers if self.bound else ())
+        options = () if pilot is None or drafter is None else pilot.options(drafter.block_size)
+        for can_branch in {not choice.is_chain for choice in options} or (False, True):
+            runner.prepare(num_requests, self.bound.tap_layers if self.bound else (), can_branch=can_branch)
         if self.bound is not None:
             self.bound.prepare(num_requests)
         if runner.can_run(num_requests, 1):
             for tap_layers in {(), tuple(drafter.tap_layers)} if drafter else {()}:
-                for check in runner.find_passes(num_requests, 1, tap_layers):
+                for check in runner.find_passes(num_requests, 1, tap_layers, can_branch=False):
                     self._find_step(None, check)
-        if pilot is not None and drafter is not None:
-            for choice in pilot.options(drafter.block_size):
-                if drafter.can_run(num_requests, choice.draft_size):
-                    self._prepare_choice(num_requests, choice, pilot.num_candidates, drafter)
+        for choice in options:
+            if pilot is not None and drafter is not None and drafter.can_run(num_requests, choice.draft_size):
+                self._prepare_choice(num_requests, choice, pilot.num_candidates, drafter)
 
     def _prepare_choice(
         self, num_requests: int, choice: Choice, num_candidates: int, drafter: GpuDFlashDrafter
@@ -143,7 +144,8 @@ class DeviceExecutor:
         drafts = drafter.find_passes(num_requests, choice.draft_size, num_candidates)
         for count in _check_sizes(choice):
             if self.runner.can_run(num_requests, count):
-                checks = self.runner.find_passes(num_requests, count, drafter.tap_layers)
+                can_branch = not choice.is_chain
+                checks = self.runner.find_passes(num_requests, count, drafter.tap_layers, can_branch=can_branch)
                 for draft, check in zip(drafts, checks, strict=False):  # by context
                     self._find_growth(self._find_step(draft, check), choice)
 
@@ -202,7 +204,8 @@ class DeviceExecutor:
         cache, slots = self.runner.cache, [request.slot for request in requests]
         for slot in slots:
             cache.append(slot, 1)
-        check = self.runner.find_pass(slots, 1, self.drafter.tap_layers if num_drafting and self.drafter else ())
+        tap_layers = self.drafter.tap_layers if num_drafting and self.drafter else ()
+        check = self.runner.find_pass(slots, 1, tap_layers, can_branch=False)
         step = self._find_step(None, check)
         trees = [(request.slot, DraftTree.chain(request.anchor_id, [])) for request in requests]
         check.plan.write_trees(trees, cache.lengths, [request.params.words for request in requests])
@@ -226,7 +229,7 @@ class DeviceExecutor:
         drafts = [one.draft_request(max(one.block_size, 2), limit) for one, limit in zip(requests, limits, strict=True)]
         slots = [request.slot for request in requests]
         draft = drafter.find_pass(drafts)
-        check = self.runner.find_pass(slots, num_tokens, drafter.tap_layers)
+        check = self.runner.find_pass(slots, num_tokens, drafter.tap_layers, can_branch=not choices[0].is_chain)
         step = self._find_step(draft, check)
         growth = self._find_growth(step, choices[0])
         drafter.write(draft, drafts)

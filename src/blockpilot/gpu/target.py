@@ -35,6 +35,7 @@ from blockpilot.gpu.device import capture, check_memory, graph_pool, wait_for
 from blockpilot.gpu.fused import FusedDecoder
 from blockpilot.gpu.interface import Kernels, Noise
 from blockpilot.gpu.plan import GREEDY, PassPlan, Staging, Words
+from blockpilot.gpu.schedule import MIN_BRANCHING
 from blockpilot.models.config import DecoderConfig
 from blockpilot.models.decoder import Decoder
 
@@ -75,7 +76,7 @@ class GpuTargetRunner(TargetRunner):
         self._taps: dict[tuple[int, ...], Tensor] = {}  # by the layers that are read
         self._best = torch.empty(self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._best_ids = self._best.numpy()
-        self._passes: dict[tuple[int, int, int, tuple[int, ...]], CheckPass] = {}
+        self._passes: dict[tuple[int, int, int, tuple[int, ...], bool], CheckPass] = {}
         self._prompts: dict[tuple[int, int, int, tuple[int, ...]], PromptPass] = {}
         self._moves: dict[int, tuple[Staging, Callable[[], None]]] = {}
         self._is_recording = True
@@ -85,12 +86,12 @@ class GpuTargetRunner(TargetRunner):
         """The reference promises no bits."""
         return self.device.type == "cuda"
 
-    def prepare(self, num_requests: int, tap_layers: Collection[int]) -> None:
+    def prepare(self, num_requests: int, tap_layers: Collection[int], *, can_branch: bool) -> None:
         """Record the checks of all sizes, for short contexts and, where slots are long, for long ones."""
         rounded = round_up(num_requests, REQUESTS)
         for count in CHECK_TOKENS:
             if rounded * count <= self.max_rows:
-                self.find_passes(num_requests, count, tap_layers)
+                self.find_passes(num_requests, count, tap_layers, can_branch=can_branch)
         self._move(rounded)
 
     def taps(self, tap_layers: Collection[int]) -> Tensor:
@@ -184,7 +185,8 @@ class GpuTargetRunner(TargetRunner):
         num_tokens: int,
     ) -> CheckPass:
         """Run a pass and wait for it. Its results are valid until the next pass."""
-        check = self.find_pass([slot for slot, _ in trees], num_tokens, tap_layers)
+        can_branch = not all(tree.is_chain for _, tree in trees)
+        check = self.find_pass([slot for slot, _ in trees], num_tokens, tap_layers, can_branch=can_branch)
         for slot, tree in trees:
             self.cache.append(slot, len(tree))
         check.plan.write_trees(trees, self.cache.lengths, words)
@@ -195,17 +197,21 @@ class GpuTargetRunner(TargetRunner):
     def can_run(self, num_requests: int, num_tokens: int) -> bool:
         return round_up(num_requests, REQUESTS) * round_up(num_tokens, CHECK_TOKENS) <= self.max_rows
 
-    def find_pass(self, slots: Collection[int], num_tokens: int, tap_layers: Collection[int]) -> CheckPass:
-        """The pass for that many tokens of each request, or more."""
+    def find_pass(
+        self, slots: Collection[int], num_tokens: int, tap_layers: Collection[int], *, can_branch: bool
+    ) -> CheckPass:
+        """The pass for that many tokens of each request, or more; for chains alone unless a tree `can_branch`."""
         context = context_bucket([self.cache.lengths[slot] for slot in slots])
-        return self._pass(
-            round_up(len(slots), REQUESTS), round_up(num_tokens, CHECK_TOKENS), context, tuple(tap_layers)
-        )
+        shape = round_up(len(slots), REQUESTS), round_up(num_tokens, CHECK_TOKENS)
+        return self._pass(*shape, context, tuple(tap_layers), can_branch)
 
-    def find_passes(self, num_requests: int, num_tokens: int, tap_layers: Collection[int]) -> list[CheckPass]:
+    def find_passes(
+        self, num_requests: int, num_tokens: int, tap_layers: Collection[int], *, can_branch: bool
+    ) -> list[CheckPass]:
         """Those for short contexts and, where slots are long, for long ones."""
         shape = round_up(num_requests, REQUESTS), round_up(num_tokens, CHECK_TOKENS)
-        return [self._pass(*shape, context, tuple(tap_layers)) for context in context_buckets(self.cache.capacity)]
+        contexts = context_buckets(self.cache.capacity)
+        return [self._pass(*shape, context, tuple(tap_layers), can_branch) for context in contexts]
 
     def keep(self, paths: Collection[tuple[int, Collection[int]]]) -> None:
         moved = [(slot, path) for slot, path in paths if not is_contiguous(path)]
@@ -223,10 +229,13 @@ class GpuTargetRunner(TargetRunner):
         for slot, path in paths:
             self.cache.keep(slot, path, is_moved=True)
 
-    def _pass(self, num_requests: int, count: int, context: int, tap_layers: tuple[int, ...]) -> CheckPass:
-        key = (num_requests, count, context, tap_layers)
+    def _pass(
+        self, num_requests: int, count: int, context: int, tap_layers: tuple[int, ...], can_branch: bool
+    ) -> CheckPass:
+        can_branch = can_branch and count >= MIN_BRANCHING
+        key = (num_requests, count, context, tap_layers, can_branch)
         if key not in self._passes:
-            plan = PassPlan(num_requests, count, context, self.device, self._spare_slot, can_branch=True)
+            plan = PassPlan(num_requests, count, context, self.device, self._spare_slot, can_branch=can_branch)
             taps = self.taps(tap_layers) if tap_layers else None
             check = CheckPass(plan, self._logits[: num_requests * count], taps)
             check.run = self._record(lambda: self._run(check, tap_layers))
@@ -260,7 +269,7 @@ class GpuTargetRunner(TargetRunner):
         """Logits of these states, and their tokens, which the host gets too."""
         kernels = self.fused.layers.kernels
         self.fused.logits(normed, out=logits)
-        best = kernels.rank_tokens(logits, 1, noise=noise)[1].flatten()
+        best = kernels.rank_tokens(logits, 1, noise=noise, is_weighed=False)[1].flatten()
         kernels.send(best, self._best[: len(best)])
         return best
 

@@ -50,7 +50,7 @@ from tests.unit.gpu.pieces import (  # noqa: E402
 )
 
 HEADS, KV, DIM, CAPACITY = 4, 2, 16, 450
-PLANS = [AttentionPlan(16, 0, 1), AttentionPlan(32, 1, 4), AttentionPlan(64, GROUP_CHUNKS, 1)]
+PLANS = [AttentionPlan(16, 0), AttentionPlan(32, 1), AttentionPlan(64, GROUP_CHUNKS)]
 NAN = float("nan")
 
 

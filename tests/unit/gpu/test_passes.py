@@ -145,7 +145,7 @@ def test_a_check_of_too_many_rows_runs_in_several_passes() -> None:
     expected = make_llm("llama").generate(PROMPTS, params, is_raw=True)
     found = planned.generate(PROMPTS, params, pilot="tree:15", is_raw=True)
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
-    assert max(num_requests * count for num_requests, count, _, _ in runner._passes) == 32
+    assert max(num_requests * count for num_requests, count, *_ in runner._passes) == 32
 
 
 def test_spare_slots_are_never_handed_out() -> None:

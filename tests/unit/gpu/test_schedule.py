@@ -85,15 +85,29 @@ def test_parts_are_added_at_once_for_many_tokens_only(num_tokens: int, num_rows:
     dim=st.sampled_from([16, 64, 96, 128, 256]),
     context=st.sampled_from([2048, 1 << 30]),
     is_prompt=st.booleans(),
+    can_branch=st.booleans(),
 )
 def test_programs_of_attention_take_whole_chunks_or_groups(
-    num_requests: int, num_kv_heads: int, count: int, group: int, dim: int, context: int, is_prompt: bool
+    num_requests: int,
+    num_kv_heads: int,
+    count: int,
+    group: int,
+    dim: int,
+    context: int,
+    is_prompt: bool,
+    can_branch: bool,
 ) -> None:
     plan = plan_attention(
-        num_requests, num_kv_heads, count * group, dim, context=context, is_prompt=is_prompt, processors=132
+        num_requests,
+        num_kv_heads,
+        count * group,
+        dim,
+        context=context,
+        is_prompt=is_prompt,
+        can_branch=can_branch,
+        processors=132,
     )
     assert plan.unit in (0, 1, GROUP_CHUNKS) and CHUNK % plan.tile == 0 and plan.tile >= MIN_TILE
-    assert plan.nodes >= 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

@@ -41,10 +41,10 @@ from blockpilot.gpu.kernels.folding import (
     store_result,
 )
 from blockpilot.gpu.kernels.launching import launch, padded, per_count, sum_parts
-from blockpilot.gpu.schedule import MIN_TILE, AttentionPlan, plan_attention
+from blockpilot.gpu.schedule import MIN_BRANCHING, MIN_TILE, AttentionPlan, plan_attention
 
 COMBINED = 16  # parts that are loaded at once
-MIN_BRANCHING = 3  # tokens; two are a chain
+MAX_EARLY = 512  # programs that load early: more would only wait for each other
 MAX_FINISHED = 40  # parts that the nodes of a tree fold by themselves
 
 
@@ -246,10 +246,11 @@ def attend(q: Tensor, layer: AttentionLayer, inputs: PassInputs, plan: Attention
     if unit and (tail_rows is None or splits > MAX_FINISHED):
         parts, unit = _combine(parts, out, inputs, unit, capacity), 0
     if tail_rows is not None:
-        launch(finish_nodes, (triton.cdiv(num_tokens, plan.nodes), num_kv), q.device,
-            *given, branches, tail_rows, *parts, out, *numbers, num_tokens, count, GROUP=group,
-            TILE=max(MIN_TILE, triton.next_power_of_2(group)), UNIT=unit, WIDTH=tail_rows.shape[1], NODES=plan.nodes,
-            BLOCK=max(1, unit), **shape, num_warps=plan.finish_warps, num_stages=1,
+        height = triton.next_power_of_2(group)
+        launch(finish_nodes, (num_tokens, num_kv), q.device,
+            *given, branches, tail_rows, *parts, out, *numbers, count, GROUP=group, HEIGHT=height,
+            TILE=max(MIN_TILE, height), UNIT=unit, WIDTH=tail_rows.shape[1], BLOCK=max(1, unit), **shape,
+            IS_EARLY=num_tokens * num_kv <= MAX_EARLY, num_warps=4, num_stages=1,
         )  # fmt: skip
     return out.view(num_tokens, num_heads * dim)
 
@@ -298,6 +299,7 @@ def _plan(layer: AttentionLayer, inputs: PassInputs) -> AttentionPlan:
         dim,
         context=inputs.context,
         is_prompt=inputs.masks is None,
+        can_branch=inputs.branches is not None and inputs.count >= MIN_BRANCHING,
         processors=num_processors(layer.keys.device),
     )
 

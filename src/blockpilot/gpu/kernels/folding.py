@@ -173,80 +173,108 @@ def find_rows(  # type: ignore[no-untyped-def]
             tl.store(rows + token * WIDTH + tail * CHUNK + columns, tl.where(positions < start, positions, found))
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _collapse(part, HEIGHT: tl.constexpr, TIMES: tl.constexpr, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A part whose rows stand `TIMES` times each, once."""
+    best = tl.max(tl.reshape(part[0], [HEIGHT, TIMES]), axis=1)
+    mass = tl.max(tl.reshape(part[1], [HEIGHT, TIMES]), axis=1)
+    return best, mass, tl.max(tl.reshape(part[2], [HEIGHT, TIMES, PAD]), axis=1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gather(keys, values, found, base, is_key, DIM: tl.constexpr, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A chunk of keys and values from the rows that `found` names."""
+    columns, dims = tl.arange(0, CHUNK), tl.arange(0, PAD)
+    rows = tl.load(found + columns, mask=is_key, other=0).to(tl.int64)
+    offsets, is_there = base + rows[:, None] * DIM + dims[None, :], is_key[:, None] & (dims < DIM)[None, :]
+    return tl.load(keys + offsets, mask=is_there, other=0.0), tl.load(values + offsets, mask=is_there, other=0.0)
+
+
 @per_count  # type: ignore[untyped-decorator]
 def finish_nodes(  # type: ignore[no-untyped-def]
     q, keys, values, slots, starts, masks, branches, tail_rows, partial, stats, out, scale, slot_stride, capacity,
-    num_rows, num_tokens, count,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr,
-    UNIT: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr,
-    IS_OVERLAPPED: tl.constexpr,
+    num_rows, count,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, HEIGHT: tl.constexpr,
+    TILE: tl.constexpr, UNIT: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Folds what programs left, in order of positions; a node of a branching tree then reads its own chunks."""
+    """One token and the heads that share keys: its parts, and for a node of a branching tree the chunks of its own.
+    If `IS_EARLY`, what earlier passes stored of the first is loaded while the kernel before ends."""
     if IS_OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
+    token, head = tl.program_id(0), tl.program_id(1)
+    request = token // count
+    start, is_branching = tl.load(starts + request), tl.load(branches + request) != 0
+    end = tl.minimum(start + count_seen(masks, token, True, count, WORDS), capacity)
+    anchor = start // CHUNK  # the first chunk that is gathered
+    base = tl.load(slots + request).to(tl.int64) * slot_stride + head.to(tl.int64) * capacity * DIM
+    columns, dims = tl.arange(0, CHUNK), tl.arange(0, PAD)
+    is_dim = (dims < DIM)[None, :]
+    if IS_EARLY:
+        is_key = (anchor * CHUNK + columns < end) & is_branching
+        found = tl.load(tail_rows + token * WIDTH + columns, mask=is_key, other=0)
+        offsets = base + found.to(tl.int64)[:, None] * DIM + dims[None, :]
+        is_old = (is_key & (found < start))[:, None] & is_dim
+        key_tile = tl.load(keys + offsets, mask=is_old, other=0.0)
+        value_tile = tl.load(values + offsets, mask=is_old, other=0.0)
+    if IS_OVERLAPPED:
         tl.extra.cuda.gdc_wait()
-    head = tl.program_id(1)
-    for token in range(tl.program_id(0) * NODES, tl.minimum((tl.program_id(0) + 1) * NODES, num_tokens)):
-        request = token // count
-        start = tl.load(starts + request)
-        is_branching = False
-        if WIDTH > 0:
-            is_branching = tl.load(branches + request) != 0
-        if is_branching | (UNIT > 0):
-            end = tl.minimum(start + count_seen(masks, token, True, count, WORDS), capacity)
-            anchor = start // CHUNK  # the first chunk that is gathered
-            members, dims = tl.arange(0, TILE), tl.arange(0, PAD)
-            is_row, is_dim = members < GROUP, dims < DIM
-            rows = token * HEADS + head * GROUP + members
-            places = rows.to(tl.int64)[:, None] * DIM + dims[None, :]
-            is_place = is_row[:, None] & is_dim[None, :]
-            num_shared, num_closed = tl.cdiv(end, CHUNK), tl.cdiv(end, CHUNK * GROUP_CHUNKS)
-            if is_branching:
-                num_shared, num_closed = anchor, anchor // GROUP_CHUNKS
-            best, mass, mixed = nothing(TILE, PAD)
-            if UNIT > 0:
-                for block in range(0, num_closed, BLOCK):
-                    for place in tl.static_range(BLOCK):
-                        limit = tl.where(block + place < num_closed, num_shared, 0)
-                        part = load_group(
-                            partial, stats, block + place, limit, num_rows, places, rows, is_row, is_place, TILE, DIM,
-                            PAD, UNIT,
-                        )  # fmt: skip
-                        best, mass, mixed = fold(best, mass, mixed, part[0], part[1], part[2])
-            if WIDTH > 0:  # noqa: SIM102  # a condition of the compiler
-                if is_branching:
-                    open_best, open_mass, open_mixed = nothing(TILE, PAD)  # of the group that goes on
-                    if UNIT > 0:
-                        open_best, open_mass, open_mixed = load_group(
-                            partial, stats, num_closed, num_shared, num_rows, places, rows, is_row, is_place, TILE,
-                            DIM, PAD, UNIT,
-                        )  # fmt: skip
-                    else:
-                        has_closed, has_open = is_row & (num_closed > 0), is_row & (anchor % GROUP_CHUNKS > 0)
-                        best, mass, mixed = load_part(
-                            partial, stats, num_rows * 0, places, rows, has_closed, is_place, DIM
+    if is_branching | (UNIT > 0):
+        times: tl.constexpr = TILE // HEIGHT
+        askers = tl.arange(0, TILE) // times
+        is_asker = (askers < GROUP)[:, None]
+        first = token.to(tl.int64) * HEADS + head * GROUP
+        queries = tl.load(q + (first + askers)[:, None] * DIM + dims[None, :], mask=is_asker & is_dim, other=0.0)
+        if IS_EARLY:
+            is_new = (is_key & (found >= start))[:, None] & is_dim
+            key_tile = tl.where(is_new, tl.load(keys + offsets, mask=is_new, other=0.0), key_tile)
+            value_tile = tl.where(is_new, tl.load(values + offsets, mask=is_new, other=0.0), value_tile)
+        members = tl.arange(0, HEIGHT)
+        is_row, rows = members < GROUP, token * HEADS + head * GROUP + members
+        places, is_place = rows.to(tl.int64)[:, None] * DIM + dims[None, :], is_row[:, None] & is_dim
+        num_shared, num_closed = tl.cdiv(end, CHUNK), tl.cdiv(end, CHUNK * GROUP_CHUNKS)
+        if is_branching:
+            num_shared, num_closed = anchor, anchor // GROUP_CHUNKS
+        best, mass, mixed = nothing(HEIGHT, PAD)
+        open_best, open_mass, open_mixed = nothing(HEIGHT, PAD)  # of the group that goes on
+        if UNIT > 0:
+            for block in range(0, num_closed, BLOCK):
+                for place in tl.static_range(BLOCK):
+                    limit = tl.where(block + place < num_closed, num_shared, 0)
+                    part = load_group(
+                        partial, stats, block + place, limit, num_rows, places, rows, is_row, is_place, HEIGHT, DIM,
+                        PAD, UNIT,
+                    )  # fmt: skip
+                    best, mass, mixed = fold(best, mass, mixed, part[0], part[1], part[2])
+            open_best, open_mass, open_mixed = load_group(
+                partial, stats, num_closed, num_shared, num_rows, places, rows, is_row & is_branching, is_place,
+                HEIGHT, DIM, PAD, UNIT,
+            )  # fmt: skip
+        else:
+            has_closed, has_open = is_row & (num_closed > 0), is_row & (anchor % GROUP_CHUNKS > 0)
+            best, mass, mixed = load_part(partial, stats, num_rows * 0, places, rows, has_closed, is_place, DIM)
+            open_best, open_mass, open_mixed = load_part(
+                partial, stats, num_rows, places, rows, has_open, is_place, DIM
+            )
+        if is_branching:
+            for chunk in range(anchor, tl.cdiv(end, CHUNK)):
+                if IS_EARLY:
+                    if chunk > anchor:
+                        is_key = chunk * CHUNK + columns < end
+                        key_tile, value_tile = _gather(
+                            keys, values, tail_rows + token * WIDTH + (chunk - anchor) * CHUNK, base, is_key, DIM, PAD
                         )
-                        open_best, open_mass, open_mixed = load_part(
-                            partial, stats, num_rows, places, rows, has_open, is_place, DIM
-                        )
-                    queries = tl.load(q + places, mask=is_place, other=0.0)
-                    base = tl.load(slots + request).to(tl.int64) * slot_stride + head.to(tl.int64) * capacity * DIM
-                    for chunk in range(anchor, tl.cdiv(end, CHUNK)):
-                        if chunk // GROUP_CHUNKS * GROUP_CHUNKS == chunk:
-                            best, mass, mixed = fold(best, mass, mixed, open_best, open_mass, open_mixed)
-                            open_best, open_mass, open_mixed = nothing(TILE, PAD)
-                        places_there = tl.arange(0, CHUNK)
-                        is_key = chunk * CHUNK + places_there < end
-                        found = tail_rows + token * WIDTH + (chunk - anchor) * CHUNK + places_there
-                        offsets = (
-                            base + tl.load(found, mask=is_key, other=0).to(tl.int64)[:, None] * DIM + dims[None, :]
-                        )
-                        is_there = is_key[:, None] & is_dim[None, :]
-                        key_tile = tl.load(keys + offsets, mask=is_there, other=0.0)
-                        value_tile = tl.load(values + offsets, mask=is_there, other=0.0)
-                        later = read_chunk(queries, key_tile, value_tile, is_row[:, None] & is_key[None, :], scale)
-                        open_best, open_mass, open_mixed = fold(
-                            open_best, open_mass, open_mixed, later[0], later[1], later[2]
-                        )
+                else:
+                    is_key = chunk * CHUNK + columns < end
+                    key_tile, value_tile = _gather(
+                        keys, values, tail_rows + token * WIDTH + (chunk - anchor) * CHUNK, base, is_key, DIM, PAD
+                    )
+                if chunk // GROUP_CHUNKS * GROUP_CHUNKS == chunk:
                     best, mass, mixed = fold(best, mass, mixed, open_best, open_mass, open_mixed)
-            store_result(out, places, mass, mixed, is_place)
+                    open_best, open_mass, open_mixed = nothing(HEIGHT, PAD)
+                later = read_chunk(queries, key_tile, value_tile, is_asker & is_key[None, :], scale)
+                if times > 1:
+                    later = _collapse(later, HEIGHT, times, PAD)
+                open_best, open_mass, open_mixed = fold(open_best, open_mass, open_mixed, later[0], later[1], later[2])
+        best, mass, mixed = fold(best, mass, mixed, open_best, open_mass, open_mixed)
+        store_result(out, places, mass, mixed, is_place)

@@ -85,8 +85,8 @@ def _position_key(low, high, position):  # type: ignore[no-untyped-def]
 def _rank_chunks(  # type: ignore[no-untyped-def]
     logits, scores, ids, mass, names, temperatures, seeds, positions, size, row_stride, num_requests, num_own,
     num_positions, shift,
-    BEST: tl.constexpr, PAD_BEST: tl.constexpr, CHUNK: tl.constexpr, IS_NARROW: tl.constexpr, HAS_NAMES: tl.constexpr,
-    HAS_NOISE: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+    BEST: tl.constexpr, PAD_BEST: tl.constexpr, CHUNK: tl.constexpr, IS_NARROW: tl.constexpr, IS_WEIGHED: tl.constexpr,
+    HAS_NAMES: tl.constexpr, HAS_NOISE: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     wait(IS_OVERLAPPED)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -109,8 +109,9 @@ def _rank_chunks(  # type: ignore[no-untyped-def]
             )
             x = tl.div_rn(x, temperature) + _noise_of(tokens, first, second)
     place = row * tl.num_programs(1) + chunk
-    highest = tl.max(x, axis=0)
-    tl.store(mass + place, highest + tl.log(tl.sum(tl.exp(x - highest), axis=0)))
+    if IS_WEIGHED:
+        highest = tl.max(x, axis=0)
+        tl.store(mass + place, highest + tl.log(tl.sum(tl.exp(x - highest), axis=0)))
     values, indices = _best_of(x, places, is_narrow, BEST, PAD_BEST)
     ranks = tl.arange(0, PAD_BEST)
     tl.store(scores + place * BEST + ranks, values, mask=ranks < BEST)
@@ -122,16 +123,13 @@ def _rank_chunks(  # type: ignore[no-untyped-def]
 def _merge_chunks(  # type: ignore[no-untyped-def]
     scores, ids, mass, names, temperatures, best, best_ids, log_probs, num_chunks, num_own,
     BEST: tl.constexpr, PAD_BEST: tl.constexpr, PAD: tl.constexpr, PAD_CHUNKS: tl.constexpr, IS_NARROW: tl.constexpr,
-    HAS_NAMES: tl.constexpr, HAS_NOISE: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+    IS_WEIGHED: tl.constexpr, HAS_NAMES: tl.constexpr, HAS_NOISE: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     wait(IS_OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     places, chunks, ranks = tl.arange(0, PAD), tl.arange(0, PAD_CHUNKS), tl.arange(0, PAD_BEST)
     num_found = num_chunks * BEST
     x = tl.load(scores + row * num_found + places, mask=places < num_found, other=float("-inf"))
-    masses = tl.load(mass + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf"))
-    highest = tl.max(masses, axis=0)
-    total = highest + tl.log(tl.sum(tl.exp(masses - highest), axis=0))
     is_narrow = IS_NARROW
     if HAS_NOISE:
         is_narrow = is_narrow & (tl.load(temperatures + row // num_own) == 0)
@@ -142,7 +140,11 @@ def _merge_chunks(  # type: ignore[no-untyped-def]
         tokens = tl.load(names + tokens, mask=is_rank, other=0).to(tl.int64)
     tl.store(best + row * BEST + ranks, values, mask=is_rank)
     tl.store(best_ids + row * BEST + ranks, tokens, mask=is_rank)
-    tl.store(log_probs + row * BEST + ranks, values - total, mask=is_rank)
+    if IS_WEIGHED:
+        masses = tl.load(mass + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf"))
+        highest = tl.max(masses, axis=0)
+        total = highest + tl.log(tl.sum(tl.exp(masses - highest), axis=0))
+        tl.store(log_probs + row * BEST + ranks, values - total, mask=is_rank)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -192,7 +194,12 @@ def _send(source, place, size, BLOCK: tl.constexpr, IS_OVERLAPPED: tl.constexpr)
 
 
 def rank_tokens(
-    logits: Tensor, num_best: int, names: Tensor | None = None, noise: Noise | None = None
+    logits: Tensor,
+    num_best: int,
+    names: Tensor | None = None,
+    noise: Noise | None = None,
+    *,
+    is_weighed: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, size = logits.shape
     chunks = triton.cdiv(size, CHUNK)
@@ -204,6 +211,7 @@ def rank_tokens(
         "BEST": num_best,
         "PAD_BEST": triton.next_power_of_2(num_best),
         "IS_NARROW": logits.dtype == torch.bfloat16 and pad <= 65536,
+        "IS_WEIGHED": is_weighed,
         "HAS_NAMES": names is not None,
         "HAS_NOISE": noise is not None,
     }

@@ -98,8 +98,8 @@ def add_norm(
 
 
 def _num_warps(size: int, num_rows: int) -> int:
-    """One program per row. With few rows it takes more warps: the processor has nothing else to do."""
-    return 32 if size > 1024 and num_rows <= 64 else 8
+    """One program per row. Unless there are very many, a long one takes all warps that a program can have."""
+    return 32 if size > 1024 and num_rows <= 512 else 8
 
 
 def embed(ids: Tensor, table: Tensor) -> Tensor:

@@ -31,12 +31,12 @@ class ProbeSizes:
     64 keys, groups of 256, contexts of 2048."""
 
     text: int = 2176  # tokens of the long text, where slots have room for them
-    starts: Sequence[int] = (1, 37, 60, 250, 2040, 2060)  # rows in front of chains and trees
-    chains: Sequence[int] = (2, 5, 16, 40)
-    trees: Sequence[int] = (3, 9, 16, 40, 64)
-    cuts: Sequence[int] = (1, 7, 64, 65, 300, 512, 2176)
+    starts: Sequence[int] = (1, 60, 250, 2060)  # rows in front of chains and trees
+    chains: Sequence[int] = (5, 40)
+    trees: Sequence[int] = (9, 40)
+    cuts: Sequence[int] = (7, 64, 300, 2176)
     pieces: int = 100  # of one cut, at most
-    batches: Sequence[int] = (2, 5, 15, 63)  # requests, the long text not counted
+    batches: Sequence[int] = (2, 15)  # requests, the long text not counted
     short_texts: Sequence[int] = (5, 63, 64, 100, 129, 190, 256, 20, 3, 40, 65, 33, 80, 12, 150)
     drafts: Sequence[int] = (40, 5, 16, 1, 9, 3)  # nodes of the requests of a batch
 

@@ -25,6 +25,7 @@ MAX_FEW = 64  # tokens of products that wait for memory; beyond them tiles are t
 MAX_SMALL, MAX_SMALL_TOKENS = 1 << 21, 256  # numbers of a small weight, and tokens up to which its tiles are small
 LARGE_MEMORY, SMALL_MEMORY = 226 << 10, 98 << 10  # bytes that the tiles of a program may take
 MAX_WHOLE_ROW = 1024  # inner size of a part up to which a program holds whole rows for one token
+MAX_GATED_ROW = 640  # up to which they are 64 rows of gates and ups, not 32
 MAX_QUERIES = 64  # of one program
 MIN_BRANCHING = 3  # tokens of a tree that is no chain
 SHORT = 2048  # contexts that are read chunk by chunk where requests are few
@@ -185,23 +186,28 @@ def plan_attention(
     num_requests: int,
     num_kv_heads: int,
     num_queries: int,
-    dim: int,
+    row_bytes: int,
     *,
     context: int,
     is_prompt: bool,
     can_branch: bool,
     processors: int,
+    memory: int = LARGE_MEMORY,
 ) -> AttentionPlan:
-    """Chunks are shared out where there are too few programs without."""
+    """`row_bytes` are those of a padded head. Chunks are shared out where there are too few programs without."""
     tile = min(MAX_QUERIES, max(MIN_TILE, next_power(num_queries)))
+    while tile > MIN_TILE and (tile + 2 * CHUNK) * row_bytes > memory:
+        tile //= 2
     programs = num_requests * num_kv_heads * -(-num_queries // tile)
+    is_narrow = tile == MIN_TILE and row_bytes <= 128
     if is_prompt:
-        return AttentionPlan(tile, 0, 4, 2)
-    if context > SHORT:
+        plan = AttentionPlan(tile, 0, 4, 2)
+    elif context > SHORT:
         unit = GROUP_CHUNKS if programs < 4 * processors else 0
-        return AttentionPlan(tile, unit, 2 if tile == MIN_TILE else 4, 2)
-    is_narrow = tile == MIN_TILE and dim <= 64
-    if programs >= 0.9 * processors and not is_narrow:
-        return AttentionPlan(tile, 0, 4, 4 if programs <= processors and not can_branch else 3)
-    tile = MIN_TILE if num_requests == 1 and num_queries <= MAX_QUERIES else tile
-    return AttentionPlan(tile, 1, 4, 1)
+        plan = AttentionPlan(tile, unit, 2 if tile == MIN_TILE else 4, 2)
+    elif programs >= 0.9 * processors and not is_narrow:
+        plan = AttentionPlan(tile, 0, 4, 4 if programs <= processors and not can_branch else 3)
+    else:
+        plan = AttentionPlan(MIN_TILE if num_requests == 1 and num_queries <= MAX_QUERIES else tile, 1, 4, 1)
+    most = (memory - plan.tile * row_bytes) // (2 * CHUNK * row_bytes)
+    return plan if plan.num_stages <= most else replace(plan, num_stages=max(1, most))

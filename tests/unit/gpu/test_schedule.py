@@ -13,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockpilot.gpu.buckets import CHECK_TOKENS, PROMPT_TOKENS
+from blockpilot.gpu.device import MAX_SHARED_ROW
 from blockpilot.gpu.schedule import (
     CHUNK,
     GROUP_CHUNKS,
+    LARGE_MEMORY,
     MAX_FEW,
     MIN_TILE,
+    SMALL_MEMORY,
     SPLIT_UNIT,
     adds_parts,
     next_power,
@@ -82,32 +85,37 @@ def test_parts_are_added_at_once_for_many_tokens_only(num_tokens: int, num_rows:
     num_kv_heads=st.sampled_from([1, 2, 3, 8, 32]),
     count=st.sampled_from(sorted({*CHECK_TOKENS, *PROMPT_TOKENS})),
     group=st.integers(1, 16),
-    dim=st.sampled_from([16, 64, 96, 128, 256]),
+    row_bytes=st.sampled_from([32, 128, 256, 512, 1024]),
     context=st.sampled_from([2048, 1 << 30]),
     is_prompt=st.booleans(),
     can_branch=st.booleans(),
+    memory=st.sampled_from([LARGE_MEMORY, SMALL_MEMORY]),
 )
 def test_programs_of_attention_take_whole_chunks_or_groups(
     num_requests: int,
     num_kv_heads: int,
     count: int,
     group: int,
-    dim: int,
+    row_bytes: int,
     context: int,
     is_prompt: bool,
     can_branch: bool,
+    memory: int,
 ) -> None:
     plan = plan_attention(
         num_requests,
         num_kv_heads,
         count * group,
-        dim,
+        row_bytes,
         context=context,
         is_prompt=is_prompt,
         can_branch=can_branch,
         processors=132,
+        memory=memory,
     )
     assert plan.unit in (0, 1, GROUP_CHUNKS) and CHUNK % plan.tile == 0 and plan.tile >= MIN_TILE
+    if memory == LARGE_MEMORY or row_bytes <= MAX_SHARED_ROW:
+        assert (plan.tile + 2 * CHUNK * plan.num_stages) * row_bytes <= memory
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

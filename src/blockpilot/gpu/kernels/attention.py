@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockpilot.gpu import schedule
-from blockpilot.gpu.device import num_processors, on_device
+from blockpilot.gpu.device import has_large_memory, num_processors, on_device
 from blockpilot.gpu.interface import AttentionLayer, Parts, PassInputs
 from blockpilot.gpu.kernels.cache_rows import head_weights, rotate_store
 from blockpilot.gpu.kernels.fixed_point import inverse_root, power_of, square_units
@@ -291,16 +291,18 @@ def _combine(
 
 
 def _plan(layer: AttentionLayer, inputs: PassInputs) -> AttentionPlan:
-    _, num_kv, _, dim = layer.keys.shape
+    keys = layer.keys
+    _, num_kv, _, dim = keys.shape
     return plan_attention(
         inputs.num_requests,
         num_kv,
         inputs.count * layer.num_heads // num_kv,
-        dim,
+        padded(dim) * keys.element_size(),
         context=inputs.context,
         is_prompt=inputs.masks is None,
         can_branch=inputs.branches is not None and inputs.count >= MIN_BRANCHING,
-        processors=num_processors(layer.keys.device),
+        processors=num_processors(keys.device),
+        memory=schedule.LARGE_MEMORY if has_large_memory(keys.device) else schedule.SMALL_MEMORY,
     )
 
 

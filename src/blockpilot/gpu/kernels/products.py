@@ -21,6 +21,7 @@ from blockpilot.gpu.kernels.launching import can_overlap, launch, sum_parts
 from blockpilot.gpu.kernels.sublayers import add_norm
 from blockpilot.gpu.schedule import (
     LARGE_MEMORY,
+    MAX_GATED_ROW,
     MIN_TILE,
     SMALL_MEMORY,
     FewPlan,
@@ -358,8 +359,8 @@ def _multiply_one(
     is_gated = num_rows < len(weight)
     chunk = part_size(size, splits)
     head = max(MIN_TILE, triton.next_power_of_2(chunk + 1) // 2)
-    rows = 64 if is_gated else 32
-    launch(_linear_one, (triton.cdiv(num_rows, 32), splits), x.device,
+    rows = 64 if is_gated and chunk <= MAX_GATED_ROW else 32
+    launch(_linear_one, (triton.cdiv(num_rows, rows // 2 if is_gated else rows), splits), x.device,
         x, x if delta is None else delta.values, x if norm is None else norm.weight, weight, total, out, num_rows, size,
         chunk, 0 if delta is None else delta.stride, 0.0 if norm is None else norm.eps, TOKENS=MIN_TILE, ROWS=rows,
         HEAD=head, REST=max(MIN_TILE, triton.next_power_of_2(max(1, chunk - head))), PAD=triton.next_power_of_2(size),

@@ -21,6 +21,7 @@ from blockpilot.decoding.drafter import Observation
 from blockpilot.decoding.target import PassResult, Show, TargetRunner, show_nobody
 from blockpilot.gpu.buckets import (
     CHECK_TOKENS,
+    CONTEXTS,
     MAX_CHECK_ROWS,
     MAX_LOGITS_BYTES,
     MAX_PROMPT_ROWS,
@@ -77,7 +78,7 @@ class GpuTargetRunner(TargetRunner):
         self._best = torch.empty(self.max_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._best_ids = self._best.numpy()
         self._passes: dict[tuple[int, int, int, tuple[int, ...], bool], CheckPass] = {}
-        self._prompts: dict[tuple[int, int, int, tuple[int, ...]], PromptPass] = {}
+        self._prompts: dict[tuple[int, int, tuple[int, ...]], PromptPass] = {}
         self._moves: dict[int, tuple[Staging, Callable[[], None]]] = {}
         self._is_recording = True
 
@@ -87,11 +88,14 @@ class GpuTargetRunner(TargetRunner):
         return self.device.type == "cuda"
 
     def prepare(self, num_requests: int, tap_layers: Collection[int], *, can_branch: bool) -> None:
-        """Record the checks of all sizes, for short contexts and, where slots are long, for long ones."""
+        """Record the checks of all sizes, for short contexts and, where slots are long, for long ones; and prompts."""
         rounded = round_up(num_requests, REQUESTS)
         for count in CHECK_TOKENS:
             if rounded * count <= self.max_rows:
                 self.find_passes(num_requests, count, tap_layers, can_branch=can_branch)
+        for count in PROMPT_TOKENS:
+            if rounded * count <= MAX_PROMPT_ROWS and count <= self.cache.capacity:
+                self._prompt_pass(rounded, count, tuple(tap_layers))
         self._move(rounded)
 
     def taps(self, tap_layers: Collection[int]) -> Tensor:
@@ -140,9 +144,8 @@ class GpuTargetRunner(TargetRunner):
     ) -> PromptPass:
         """Run a pass over one piece of each prompt and wait for it. Its results are valid until the next pass."""
         longest = max(len(ids) for _, ids in pieces)
-        context = context_bucket([self.cache.lengths[slot] for slot, _ in pieces])
         shape = round_up(len(pieces), REQUESTS), round_up(longest, PROMPT_TOKENS)
-        found = self._prompt_pass(*shape, context, tuple(tap_layers))
+        found = self._prompt_pass(*shape, tuple(tap_layers))
         for slot, ids in pieces:
             self.cache.append(slot, len(ids))
         found.plan.write_prompts(pieces, self.cache.lengths, words)
@@ -273,10 +276,11 @@ class GpuTargetRunner(TargetRunner):
         kernels.send(best, self._best[: len(best)])
         return best
 
-    def _prompt_pass(self, num_requests: int, count: int, context: int, tap_layers: tuple[int, ...]) -> PromptPass:
-        key = (num_requests, count, context, tap_layers)
+    def _prompt_pass(self, num_requests: int, count: int, tap_layers: tuple[int, ...]) -> PromptPass:
+        """One for all lengths of contexts: there are programs enough without sharing them out."""
+        key = (num_requests, count, tap_layers)
         if key not in self._prompts:
-            plan = PassPlan(num_requests, count, context, self.device, self._spare_slot, is_prompt=True)
+            plan = PassPlan(num_requests, count, CONTEXTS[-1], self.device, self._spare_slot, is_prompt=True)
             taps = self.taps(tap_layers) if tap_layers else None
             found = PromptPass(plan, self._logits[:num_requests], taps)
             found.run = self._record(lambda: self._run_prompts(found, tap_layers))

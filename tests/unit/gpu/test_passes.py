@@ -115,7 +115,7 @@ def test_every_token_of_a_prompt_is_read_once_and_shown(
     torch.testing.assert_close(taps, expected_taps, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
     assert list(found.best_ids()) == list(expected.best_ids())
-    assert all(count in sizes and num_requests * count <= max_rows for num_requests, count, _, _ in runner._prompts)
+    assert all(count in sizes and num_requests * count <= max_rows for num_requests, count, _ in runner._prompts)
 
 
 def test_padding_behind_a_full_slot_touches_no_row_that_counts() -> None:
@@ -131,7 +131,7 @@ def test_padding_behind_a_full_slot_touches_no_row_that_counts() -> None:
         assert bool((runner.cache.rows[:, :, other] == 7.0).all())
         caches.append(runner.cache.rows[:, :, [first, second], :, :length])
     assert isinstance(runner, GpuTargetRunner)
-    assert start + max(count for _, count, _, _ in runner._prompts) > runner.cache.capacity
+    assert start + max(count for _, count, _ in runner._prompts) > runner.cache.capacity
     torch.testing.assert_close(results[1].logits, results[0].logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(caches[1], caches[0], rtol=1e-4, atol=1e-4)
 
@@ -189,8 +189,9 @@ def test_prepared_passes_are_those_that_decoding_uses() -> None:
     told: list[int] = []
     planned.prepare(4, told.append)
     assert told == [1, 2, 4]
-    recorded = set(runner._passes), set(drafter._drafts), set(drafter.views._views), set(runner._moves)
+    kept = runner._passes, runner._prompts, drafter._drafts, drafter.views._views, runner._moves
+    recorded = [set(one) for one in kept]
     params = [SamplingParams(max_new_tokens=6 + 8 * index) for index in range(4)]  # the batch shrinks to one
     for pilot in ("fixed:7", "fixed:8", "tree:15", "tree:70"):
         planned.generate(PROMPTS, params, pilot=pilot, is_raw=True)
-    assert (set(runner._passes), set(drafter._drafts), set(drafter.views._views), set(runner._moves)) == recorded
+    assert [set(one) for one in kept] == recorded

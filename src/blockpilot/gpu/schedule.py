@@ -28,6 +28,7 @@ MAX_WHOLE_ROW = 1024  # inner size of a part up to which a program holds whole r
 MAX_GATED_ROW = 640  # up to which they are 64 rows of gates and ups, not 32
 MAX_QUERIES = 64  # of one program
 MIN_BRANCHING = 3  # tokens of a tree that is no chain
+MAX_PART_BYTES = 1 << 30  # that programs may leave of attention: beyond, every program reads a whole context
 SHORT = 2048  # contexts that are read chunk by chunk where requests are few
 
 
@@ -172,6 +173,11 @@ def adds_parts(num_tokens: int, num_rows: int) -> bool:
 def num_tails(count: int) -> int:
     """Chunks that a branching tree of so many tokens may reach, its anchor's counted."""
     return -(-(CHUNK - 1 + count) // CHUNK)
+
+
+def part_bytes(num_rows: int, dim: int) -> int:
+    """What one part of attention takes: mixed values, the highest score and the mass of every query head."""
+    return num_rows * (dim + 2) * 4
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from blockpilot.gpu.device import capture, check_memory, graph_pool, wait_for
 from blockpilot.gpu.fused import FusedDecoder
 from blockpilot.gpu.interface import Kernels, Noise
 from blockpilot.gpu.plan import GREEDY, PassPlan, Staging, Words
-from blockpilot.gpu.schedule import MIN_BRANCHING
+from blockpilot.gpu.schedule import CHUNK, GROUP_CHUNKS, MAX_PART_BYTES, MIN_BRANCHING, part_bytes
 from blockpilot.models.config import DecoderConfig
 from blockpilot.models.decoder import Decoder
 
@@ -336,4 +336,6 @@ def _bytes_needed(config: DecoderConfig, placement: Placement, max_rows: int) ->
     num_hidden = 8 if config.moe is None else 8 + config.moe.num_active * 4 // dtype.itemsize  # experts leave float32
     hidden = max(max_rows, MAX_PROMPT_ROWS) * num_hidden * config.hidden_size
     results = max_rows * config.vocab_size + hidden + kept * config.hidden_size
-    return (cache + results) * dtype.itemsize
+    num_parts = -(-context_length // (CHUNK * GROUP_CHUNKS))
+    parts = min(MAX_PART_BYTES, num_parts * part_bytes(max_rows * config.num_heads, config.head_dim))
+    return (cache + results) * dtype.itemsize + parts

@@ -201,6 +201,20 @@ def test_queries_and_new_rows(num_requests: int, count: int, num_parts: int) -> 
         assert_close(found[..., : CAPACITY - 1, :], expected[..., : CAPACITY - 1, :])  # the last row is padding's
 
 
+@pytest.mark.parametrize("starts", [[200], [0, 64, 200]])
+@pytest.mark.parametrize("group", [1, 3, 20])
+def test_one_token_of_each_request(group: int, starts: list[int]) -> None:
+    """Queries of one key head fit into a tile of 16, or do not."""
+    layer = make_layer()._replace(num_heads=group * KV)
+    other = layer._replace(keys=layer.keys.clone(), values=layer.values.clone())
+    inputs = tree_inputs([chain(1)] * len(starts), [2, 0, 1][: len(starts)], starts)
+    qkv = Parts(torch.randn(2, len(starts), (group + 2) * KV * DIM), 2)
+    found, expected = kernels.rotate_attend(qkv, layer, inputs), reference.rotate_attend(qkv, other, inputs)
+    assert_close(found, expected)
+    assert_close(layer.keys, other.keys)
+    assert_close(layer.values, other.values)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("num_tokens", "num_rows", "size"), [(1, 100, 200), (17, 70, 1100), (5, 130, 2600), (70, 70, 1100)]
@@ -240,7 +254,7 @@ def test_gated_products(num_tokens: int, num_rows: int, size: int) -> None:
         assert_close(out, expected, 1e-4)
 
 
-@pytest.mark.parametrize("num_tokens", [3, 17])
+@pytest.mark.parametrize("num_tokens", [1, 3, 17])
 @pytest.mark.parametrize(("num_rows", "size"), [(100, 96), (160, 144), (70, 1100)])
 def test_products_behind_a_norm(num_tokens: int, num_rows: int, size: int) -> None:
     dtype = torch.float16

@@ -205,7 +205,7 @@ def _rotate_attend(  # type: ignore[no-untyped-def]
 def rotate_attend(qkv: Parts, layer: AttentionLayer, inputs: PassInputs) -> Tensor:
     """Mixed values [N, H * D]; the cache gets the new rows."""
     plan = _plan(layer, inputs)
-    if inputs.count == 1 and plan.unit == 1:
+    if inputs.count == 1 and plan.unit == 1 and layer.num_heads // layer.keys.shape[1] <= plan.tile:
         return _attend_single(qkv, layer, inputs, plan)
     return attend(rotate_store(qkv, layer, inputs.positions, inputs.slots, inputs.starts), layer, inputs, plan)
 
@@ -292,8 +292,8 @@ def _combine(
 
 def _plan(layer: AttentionLayer, inputs: PassInputs) -> AttentionPlan:
     keys = layer.keys
-    _, num_kv, _, dim = keys.shape
-    return plan_attention(
+    _, num_kv, capacity, dim = keys.shape
+    plan = plan_attention(
         inputs.num_requests,
         num_kv,
         inputs.count * layer.num_heads // num_kv,
@@ -304,6 +304,9 @@ def _plan(layer: AttentionLayer, inputs: PassInputs) -> AttentionPlan:
         processors=num_processors(keys.device),
         memory=schedule.LARGE_MEMORY if has_large_memory(keys.device) else schedule.SMALL_MEMORY,
     )
+    part_bytes = schedule.part_bytes(len(inputs.token_ids) * layer.num_heads, dim)
+    is_large = _num_splits(inputs, plan, capacity) * part_bytes > schedule.MAX_PART_BYTES
+    return replace(plan, unit=0) if is_large else plan
 
 
 def _num_splits(inputs: PassInputs, plan: AttentionPlan, capacity: int) -> int:

@@ -14,7 +14,7 @@ from collections import defaultdict
 from statistics import median
 
 import torch
-from gpu_shapes import DEVICE, SHAPES, make_config, make_decoder
+from gpu_shapes import DEVICE, make_config, make_decoder, read_shapes
 from torch.profiler import ProfilerActivity, profile
 
 from blockpilot.core.device import Placement
@@ -31,12 +31,9 @@ def main() -> None:
     parser.add_argument("--passes", default="1x1,1x16t,1x64t,16x1,16x16,16x16t,64x8")
     parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args()
-    if unknown := [name for name in arguments.shapes.split(",") if name not in SHAPES]:
-        parser.error(f"unknown shape {unknown[0]}; known: {', '.join(SHAPES)}")
-    if not torch.cuda.is_available():
-        parser.error("PyTorch sees no GPU here, and this measures one")
+    shapes = read_shapes(parser, arguments.shapes)
     dtype = getattr(torch, arguments.dtype)
-    for shape in arguments.shapes.split(","):
+    for shape in shapes:
         decoder = make_decoder(make_config(shape), dtype)
         for text in arguments.passes.split(","):
             num_requests, count = (int(part) for part in text.rstrip("t").split("x"))

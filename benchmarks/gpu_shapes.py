@@ -1,5 +1,6 @@
 """Models of public shapes with random weights, and what a pass must read and multiply of them."""
 
+import argparse
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,16 @@ LLAMAS = ("smollm2-135m", "llama-3.1-8b")
 TIED = ("smollm2-135m", "qwen3-4b")
 DRAFT_LAYERS = 5
 DEVICE = torch.device("cuda")
+
+
+def read_shapes(parser: argparse.ArgumentParser, text: str) -> list[str]:
+    """The names in a list; ends the program where one is unknown, or where there is no GPU."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in SHAPES]:
+        parser.error(f"unknown shape {unknown[0]}; known: {', '.join(SHAPES)}")
+    if not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU here, and this measures one")
+    return names
 
 
 def make_config(name: str, num_layers: int | None = None) -> DecoderConfig:

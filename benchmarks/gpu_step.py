@@ -35,6 +35,7 @@ from gpu_shapes import (
     make_decoder,
     make_drafter,
     make_engine,
+    read_shapes,
     weight_bytes,
 )
 
@@ -75,10 +76,7 @@ def main() -> None:
     parser.add_argument("--peers", default="", help="of eager,compiled: transformers on the same shape")
     parser.add_argument("--out", type=Path, help="append rows to this file")
     arguments = parser.parse_args()
-    if unknown := [name for name in arguments.shapes.split(",") if name not in SHAPES]:
-        parser.error(f"unknown shape {unknown[0]}; known: {', '.join(SHAPES)}")
-    if not torch.cuda.is_available():
-        parser.error("PyTorch sees no GPU here, and this measures one")
+    shapes = read_shapes(parser, arguments.shapes)
     dtype = getattr(torch, arguments.dtype)
     rates = Rates(copy_rate(), matrix_rate(dtype))
     facts = {
@@ -89,7 +87,7 @@ def main() -> None:
         "git_commit": git_commit(),
     }
     print(f"rates: {facts}", file=sys.stderr)
-    for shape in arguments.shapes.split(","):
+    for shape in shapes:
         for row in measure(shape, arguments, dtype, rates):
             text = json.dumps({"shape": shape, **row, **facts})
             print(text, flush=True)

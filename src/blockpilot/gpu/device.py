@@ -26,19 +26,26 @@ def has_triton() -> bool:
 
 
 def can_fuse(device: torch.device, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether passes run fused; where a GPU cannot, one line says why and the plain path serves."""
+    """Whether passes run fused; where a GPU cannot, one line says why and the plain path serves, which is not exact."""
     if device.type != "cuda":
         return False
     if not has_triton():
         _warn_once(
-            "Triton is not installed: the GPU runs unfused, several times slower; install it with `pip install triton`"
+            "Triton is not installed: the GPU runs several times slower, and its text may part from plain decoding at "
+            "near-ties; install it with `pip install triton`"
         )
         return False
     if head_dim > MAX_HEAD_DIM or head_dim % 2:
-        _warn_once(f"heads of size {head_dim} are not fused (even sizes up to {MAX_HEAD_DIM} are): the GPU runs slower")
+        _warn_once(
+            f"heads of size {head_dim} are not fused (even sizes up to {MAX_HEAD_DIM} are): the GPU runs slower, and "
+            "its text may part from plain decoding at near-ties"
+        )
         return False
     if head_dim * dtype.itemsize > MAX_SHARED_ROW and not has_large_memory(device):
-        _warn_once(f"this GPU does not fuse heads of size {head_dim} in {dtype}: choose bfloat16, or it runs slower")
+        _warn_once(
+            f"this GPU does not fuse heads of size {head_dim} in {dtype}: choose bfloat16, or it runs slower and its "
+            "text may part from plain decoding at near-ties"
+        )
         return False
     return True
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from blockpilot.bench.answers import Answer, plain_answers
 from blockpilot.bench.audit import Difference, Judge, Place, find_differences
 from blockpilot.bench.config import BenchConfig
@@ -21,12 +19,13 @@ from blockpilot.bench.plan import Fit, Round, fit_prompts
 from blockpilot.bench.reference import Reference
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.config import EngineConfig
+from blockpilot.core.device import torch_dtype
 from blockpilot.core.errors import InputError
 from blockpilot.core.progress import Progress
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import Drafter
 from blockpilot.decoding.eagle3_drafter import Eagle3Drafter
-from blockpilot.engine.assemble import build_drafter, place_target
+from blockpilot.engine.assemble import build_drafter, place_target, settle_dtype
 from blockpilot.engine.llm import LLM
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.eagle3 import Eagle3
@@ -46,6 +45,7 @@ def build_llms(
     Drafters may copy rows of the target's head, so all are built before the first `LLM` packs the target's weights; the
     others find them packed. `costs`: step costs for pilots that weigh them, measured with the DFlash drafter.
     """
+    config = settle_dtype(config, loaded)
     placement = place_target(loaded.decoder, config)
     built: dict[str, Drafter | None] = {NO_DRAFTER: None}
     for kind, spec in drafters.items():
@@ -94,7 +94,7 @@ class LocalSite(Asker):
     def __init__(self, setup: BenchSetup) -> None:
         target = setup.target
         if isinstance(target, str):
-            target = load_target(target, getattr(torch, setup.engine.dtype))
+            target = load_target(target, torch_dtype(setup.engine.dtype))
         self.tokenizer = target.tokenizer
         self.fit = fit_prompts(setup.tasks, self.tokenizer, setup.config, target.decoder.config.context_length)
         engine_config = replace(

@@ -78,11 +78,14 @@ class SlotCache:
         if path and (path[0] < 0 or path[-1] >= num_open or any(map(ge, path, path[1:]))):
             raise BlockPilotError(f"KV slot {slot} has {num_open} open rows; {list(path)} is no ascending path in them")
         if not is_moved and not is_contiguous(path):
-            source = torch.tensor(path, device=self.rows.device) + start
-            slot_rows = self.rows[:, :, slot]  # [L, 2, H, capacity, D]
-            slot_rows[..., start : start + len(path), :] = slot_rows.index_select(3, source)
+            self._gather(slot, start, path)
         self.lengths[slot] = start + len(path)
         self.appended[slot] = 0
+
+    def _gather(self, slot: int, start: int, path: Sequence[int]) -> None:
+        source = torch.tensor(path, device=self.rows.device) + start
+        slot_rows = self.rows[:, :, slot]  # [L, 2, H, capacity, D]
+        slot_rows[..., start : start + len(path), :] = slot_rows.index_select(3, source)
 
     def extend(self, slot: int, count: int) -> int:
         """Commit `count` rows behind the others at once, filled or to be filled; returns the first."""

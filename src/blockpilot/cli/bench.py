@@ -121,12 +121,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _bench_here(arguments: argparse.Namespace, setup: "BenchSetup", out: Path) -> "BenchResult":
     with show_progress(f"loading {arguments.target}") as progress:
-        import torch
-
         from blockpilot.bench.run import run_bench
+        from blockpilot.core.device import torch_dtype
         from blockpilot.models.loading import load_target
 
-        target = load_target(arguments.target, getattr(torch, setup.engine.dtype), progress)
+        target = load_target(arguments.target, torch_dtype(setup.engine.dtype), progress)
     with show_counted("answers") as report:
         return run_bench(dataclasses.replace(setup, target=target), out, report)
 

@@ -43,9 +43,7 @@ def _load(arguments: argparse.Namespace) -> "LLM":
     """An engine whose slots have room for the probe and no more."""
     config = read_engine_config(arguments, num_slots=arguments.batch_size)
     with show_progress(f"loading {arguments.target}") as progress:
-        import torch
-
-        from blockpilot.core.device import resolve_device
+        from blockpilot.core.device import resolve_device, torch_dtype
         from blockpilot.engine.llm import LLM, why_inexact
         from blockpilot.gpu.probe import ProbeSizes
         from blockpilot.models.loading import load_target
@@ -53,7 +51,7 @@ def _load(arguments: argparse.Namespace) -> "LLM":
         if device_type(config.device) == "cpu":
             raise InputError(why_inexact("cpu", config.dtype))
         resolve_device(config.device)
-        target = load_target(arguments.target, getattr(torch, config.dtype), progress)
+        target = load_target(arguments.target, torch_dtype(config.dtype), progress)
         length = min(ProbeSizes().text, target.decoder.config.context_length)
         return LLM(target, drafter=None, pilot="ar", config=replace(config, context_length=length))
 

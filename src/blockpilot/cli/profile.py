@@ -56,14 +56,14 @@ def _measure(
     with show_progress(f"loading {arguments.target}") as progress:
         import torch
 
-        from blockpilot.core.device import resolve_device
+        from blockpilot.core.device import resolve_device, torch_dtype
         from blockpilot.engine.llm import LLM
         from blockpilot.engine.profile import load_profile, measure, profile_key, profile_path, remember
         from blockpilot.engine.step_timing import ProfilePlan
         from blockpilot.models.loading import load_target
 
         resolve_device(config.device)
-        target = load_target(arguments.target, getattr(torch, config.dtype), progress)
+        target = load_target(arguments.target, torch_dtype(config.dtype), progress)
         length = min(max(contexts) + _ROOM, target.decoder.config.context_length)
         llm = LLM(target, drafter=arguments.drafter, pilot="ar", config=replace(config, context_length=length))
     make_plan = ProfilePlan.quick if arguments.quick else ProfilePlan.full

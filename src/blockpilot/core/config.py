@@ -15,6 +15,7 @@ from blockpilot.core.errors import InputError
 MAX_BLOCK_SIZE = 64  # anchor + 63 drafted positions
 MAX_EAGLE3_BLOCK_SIZE = 16  # every position that EAGLE-3 drafts costs a pass, so long blocks never pay
 MAX_TREE_NODES = 128  # drafted nodes checked in one step
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 
 
 def cache_dir() -> Path:
@@ -45,6 +46,12 @@ def chosen_pilot() -> str | None:
     return os.environ.get("BLOCKPILOT_PILOT", "").strip() or None
 
 
+def chosen_instructions() -> str | None:
+    """Instructions that the compiled CPU kernels shall use instead of the machine's best: BLOCKPILOT_CPU, for tests and
+    comparisons. `none`: no compiled kernels."""
+    return os.environ.get("BLOCKPILOT_CPU", "").strip() or None
+
+
 def device_type(name: str) -> str:
     """`cpu` or `cuda`, the devices that there are engines for. A GPU may be named by its number, `cuda:1`, and be
     PyTorch's own object."""
@@ -55,7 +62,7 @@ def device_type(name: str) -> str:
 
 
 def default_dtype(device: str) -> str:
-    """What commands compute in unless they are told otherwise."""
+    """What models are trained in and run in unless told otherwise."""
     return "bfloat16" if device_type(device) == "cuda" else "float32"
 
 
@@ -75,11 +82,11 @@ class EngineConfig:
     """Bounds of one engine: how many requests at once, how many tokens per forward pass, how long a request may be."""
 
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: str = "auto"  # on a GPU bfloat16; on a CPU int8 for quantized files, else float32
     num_slots: int = 8
     token_budget: int = 512  # prompt tokens prefetched into the cache per pass; long prompts go in chunks of this size
     context_length: int | None = None  # None: the target's own limit
-    linear_backend: str = "auto"  # how CPU weights are packed: auto, blocks, mkldnn, plain
+    linear_backend: str = "auto"  # how float32 weights are packed on a CPU: auto, mkldnn, plain
 
     def __post_init__(self) -> None:
         device_type(self.device)
@@ -88,5 +95,9 @@ class EngineConfig:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.context_length is not None and self.context_length < 2:
             raise InputError(f"context_length must be at least 2, got {self.context_length}")
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise InputError(f"unknown dtype {self.dtype!r}: use float32, bfloat16 or float16")
+        if self.dtype not in DTYPES:
+            raise InputError(f"unknown dtype {self.dtype!r}: use {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+        if device_type(self.device) == "cuda" and self.dtype == "auto":
+            object.__setattr__(self, "dtype", default_dtype(self.device))
+        if device_type(self.device) == "cuda" and self.dtype == "int8":
+            raise InputError("dtype int8 runs on a CPU: use bfloat16 on a GPU")

@@ -19,6 +19,11 @@ class Placement:
     linear_backend: str = "plain"
 
 
+def torch_dtype(name: str) -> torch.dtype | None:
+    """The dtype of a name that `EngineConfig` takes. None: `auto`, whatever suits the target."""
+    return None if name == "auto" else getattr(torch, name)
+
+
 def resolve_device(name: str) -> torch.device:
     if device_type(name) == "cuda" and not torch.cuda.is_available():
         raise InputError("device cuda was asked for, but PyTorch sees no GPU here: use the device cpu")

@@ -45,11 +45,14 @@ class DFlashDrafter:
         projection = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         projection.weight = nn.Parameter(weight.detach(), requires_grad=False)
         backend = placement.linear_backend
-        if backend == "blocks":  # a rounded drafter drafts as well, and its weights are read at every step
+        if backend == "int8":  # a rounded drafter drafts as well, and its weights are read at every step
             quantize_linears(nn.ModuleList([model, projection]))
         self.context_projection = pack_linear(projection, backend)
         pack_linears(model, backend)
-        self.cache = SlotCache(model.config.layers, placement, num_open=MAX_BLOCK_SIZE, num_spare=self.num_spare)
+        self.cache = self._make_cache(placement)
+
+    def _make_cache(self, placement: Placement) -> SlotCache:
+        return SlotCache(self.model.config.layers, placement, num_open=MAX_BLOCK_SIZE, num_spare=self.num_spare)
 
     @torch.inference_mode()
     def observe(self, observations: Sequence[Observation]) -> None:

@@ -26,7 +26,7 @@ from blockpilot.decoding.drafter import DraftRequest, Observation, join_taps
 from blockpilot.decoding.eagle3_growth import GrowingTree
 from blockpilot.models.eagle3 import Eagle3
 from blockpilot.models.noise import gumbel_noise
-from blockpilot.models.packing import pack_linears
+from blockpilot.models.packing import pack_linears, quantize_linears
 
 BLOCK_SIZE = 8
 
@@ -55,6 +55,8 @@ class Eagle3Drafter:
         self.model, self.device = model, placement.device
         self.embed = embed if model.embed_tokens is None else model.embed_tokens
         self.token_ids = model.draft_token_ids.to(self.device)
+        if placement.linear_backend == "int8":
+            quantize_linears(model)
         pack_linears(model, placement.linear_backend)
         layers, num_open = model.config.layers, 1 + (MAX_EAGLE3_BLOCK_SIZE - 2) * tree_width
         self.cache = SlotCache(layers, placement, num_open=num_open, num_spare=self.num_spare)

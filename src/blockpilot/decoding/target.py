@@ -44,7 +44,10 @@ class TargetRunner:
 
     def __init__(self, decoder: Decoder, placement: Placement) -> None:
         self.decoder, self.device = decoder, placement.device
-        self.cache = SlotCache(decoder.config, placement, num_open=MAX_TREE_NODES, num_spare=self.num_spare)
+        self.cache = self._make_cache(placement)
+
+    def _make_cache(self, placement: Placement) -> SlotCache:
+        return SlotCache(self.decoder.config, placement, num_open=MAX_TREE_NODES, num_spare=self.num_spare)
 
     @torch.inference_mode()
     def prefill(

@@ -15,13 +15,13 @@ from typing import overload
 import torch
 
 from blockpilot.core.config import EngineConfig
-from blockpilot.core.device import resolve_device
+from blockpilot.core.device import resolve_device, torch_dtype
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.progress import Report
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.drafter import Drafter
-from blockpilot.engine.assemble import build_drafter, build_runner, place_target
+from blockpilot.engine.assemble import build_drafter, build_runner, place_target, settle_dtype
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.outbox import Update
 from blockpilot.engine.profile import ensure_costs, profile_key, read_profile
@@ -54,7 +54,8 @@ class LLM:
         self.config = config or EngineConfig()
         resolve_device(self.config.device)  # refuse before anything is fetched
         if not isinstance(target, LoadedTarget):
-            target = load_target(target, getattr(torch, self.config.dtype), progress)
+            target = load_target(target, torch_dtype(self.config.dtype), progress)
+        self.config = settle_dtype(self.config, target)
         self.target_name, self.tokenizer, decoder = target.name, target.tokenizer, target.decoder
         placement = place_target(decoder, self.config)
         self.device_type, self.linear_backend = placement.device.type, placement.linear_backend

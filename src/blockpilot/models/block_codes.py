@@ -1,130 +1,182 @@
-"""Block-quantized weights kept as they are stored: one byte per weight, a scale and an offset per 32 of them.
+"""Block-quantized weights as integers: one code per weight, a scale and maybe an offset for every 32 or 16 of them.
 
-Loading a GGUF file attaches these codes to its linear layers; `pack_linears` decides whether they are used. They hold
-exactly the dequantized weights (w = scale * code + offset), so results differ from float32 only in rounding.
+Loading a GGUF file attaches these codes to its linear layers. They stand for exactly the weights that the file
+dequantizes to: w = scale * code + offset.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
-BLOCK = 32  # weights that share a scale and an offset
-GROUP = 16  # rows that the kernel takes side by side: the lanes of one vector
+BLOCK = 32  # weights that share an offset, and a scale unless there are two
+_SUPER = 256  # weights of one block of a K-quant
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockCodes:
     codes: NDArray[np.int8]  # [rows, K]
-    scales: NDArray[np.float32]  # [rows, K / 32]
-    offsets: NDArray[np.float32]  # [rows, K / 32]
+    scales: Floats  # [rows, K / 32], or [rows, K / 16]
+    offsets: Floats | None = None  # [rows, K / 32]
 
     @classmethod
     def join(cls, parts: Sequence["BlockCodes"]) -> "BlockCodes":
-        """Stack rows, as fused layers do."""
-        columns = [(part.codes, part.scales, part.offsets) for part in parts]
-        return cls(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+        """Stack rows of one form."""
+        offsets = [part.offsets for part in parts if part.offsets is not None]
+        return cls(
+            np.concatenate([part.codes for part in parts]),
+            np.concatenate([part.scales for part in parts]),
+            np.concatenate(offsets) if offsets else None,
+        )
 
     @classmethod
-    def quantize(cls, weight: NDArray[np.float32]) -> "BlockCodes":
-        """Round float weights to 8 bits, as Q8_0 does. For drafters: what they propose is checked anyway.
+    def quantize(cls, weight: Floats) -> "BlockCodes":
+        """Round float weights to 8 bits. For drafters: what they propose is checked anyway.
 
         Scales are bfloat16 numbers: the largest weight of a block still rounds to 127 of them, and products of 7 and 8
         bits are exact in float32, so rounding what this gives once more changes nothing.
         """
         blocks = weight.reshape(len(weight), -1, BLOCK)
-        scales = torch.from_numpy(np.abs(blocks).max(axis=-1) / np.float32(127)).bfloat16().float().numpy()
-        codes = np.rint(blocks / np.maximum(scales, np.float32(1e-30))[..., None]).astype(np.int8)
-        return cls(codes.reshape(weight.shape), scales, np.zeros_like(scales))
+        return cls._round(blocks, torch.from_numpy(_top(blocks) / np.float32(127)).bfloat16().float().numpy())
+
+    @classmethod
+    def quantize_q8_0(cls, weight: Floats) -> "BlockCodes":
+        """Round float weights as Q8_0 does: scales in half precision."""
+        blocks = weight.reshape(len(weight), -1, BLOCK)
+        return cls._round(blocks, (_top(blocks) / np.float32(127)).astype(np.float16).astype(np.float32))
+
+    @classmethod
+    def _round(cls, blocks: Floats, scales: Floats) -> "BlockCodes":
+        codes = np.rint(blocks / np.maximum(scales, np.float32(1e-30))[..., None])
+        return cls(np.clip(codes, -127, 127).astype(np.int8).reshape(len(blocks), -1), scales)
+
+    @property
+    def form(self) -> tuple[int, bool]:
+        """What rows must have in common to be stacked."""
+        return self.codes.shape[1] // self.scales.shape[1], self.offsets is None
 
     def rows(self, order: NDArray[np.int64]) -> "BlockCodes":
-        return BlockCodes(self.codes[order], self.scales[order], self.offsets[order])
+        return BlockCodes(
+            self.codes[order], self.scales[order], None if self.offsets is None else self.offsets[order]
+        )
 
-    def dequantize(self) -> NDArray[np.float32]:
-        blocks = self.codes.reshape(*self.scales.shape, BLOCK) * self.scales[..., None] + self.offsets[..., None]
+    def dequantize(self) -> Floats:
+        blocks = self.codes.reshape(*self.scales.shape, -1) * self.scales[..., None]
+        if self.offsets is not None:
+            blocks = blocks + self.offsets[..., None]
         return blocks.reshape(self.codes.shape).astype(np.float32)
 
 
-def decode_blocks(data: NDArray[np.uint8], kind: str) -> BlockCodes | None:
-    """Codes of a GGUF tensor's raw bytes [rows, bytes]; None for kinds that are not simple blocks of 32."""
-    sizes = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
-    if kind not in sizes or data.ndim != 2:
+def join_parts(parts: Sequence[BlockCodes]) -> tuple[BlockCodes, ...]:
+    """Rows of one form as one part; a checkpoint may store queries and values differently."""
+    return (BlockCodes.join(parts),) if len({part.form for part in parts}) == 1 else tuple(parts)
+
+
+def decode_blocks(data: Bytes, kind: str) -> BlockCodes | None:
+    """Codes of a GGUF tensor's raw bytes [rows, bytes]; None for kinds that are not stored as integers."""
+    if kind not in _KINDS or data.ndim != 2:
         return None
-    blocks = np.ascontiguousarray(data).reshape(data.shape[0], -1, sizes[kind])  # [rows, blocks, bytes]
-    scales = blocks[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
-    offsets = np.zeros_like(scales)
-    if kind == "Q8_0":
-        codes = blocks[..., 2:].copy().view(np.int8)
-    else:
-        packed = blocks[..., 4 if kind == "Q4_1" else 2 :]  # low halves first, then high halves
-        codes = np.concatenate((packed & 15, packed >> 4), axis=-1).astype(np.int8)
-    if kind == "Q4_0":
-        codes -= 8  # centred: 8 stands for zero
-    elif kind == "Q4_1":
-        offsets = blocks[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
-    return BlockCodes(codes.reshape(data.shape[0], -1), scales, offsets)
+    num_bytes, decode = _KINDS[kind]
+    codes, scales, offsets = decode(np.ascontiguousarray(data).reshape(len(data), -1, num_bytes))
+    rows = (len(data), -1)
+    return BlockCodes(
+        codes.astype(np.int8, copy=False).reshape(rows),
+        scales.reshape(rows),
+        None if offsets is None else offsets.reshape(rows),
+    )
 
 
-class BlockLinear(nn.Module):
-    """A linear layer that multiplies from codes for few tokens and from packed float32 weights for many.
-
-    Codes are a quarter of the bytes of float32, which decides for few tokens. For many the arithmetic does, and the
-    packed product wins because it need not convert.
-    """
-
-    MAX_TOKENS = 32
-
-    def __init__(self, codes: BlockCodes, many: nn.Module, num_threads: int) -> None:
-        super().__init__()
-        self.out_features, self.in_features = codes.codes.shape
-        self.many = many
-        self.num_threads = num_threads
-        self._packed = _arrange(codes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[0] > self.MAX_TOKENS:
-            return self.many(x)
-        from blockpilot.models.block_kernels import multiply
-
-        result = np.empty((x.shape[0], len(self._packed[0]) * GROUP), np.float32)
-        multiply(*self._packed, x.contiguous().numpy(), result, self.num_threads)
-        out = torch.from_numpy(result)
-        return out if out.shape[1] == self.out_features else out[:, : self.out_features]
+_Decoded = tuple[NDArray[np.uint8] | NDArray[np.int8], Floats, Floats | None]
 
 
-class BlockNorm(nn.Module):
-    """RMSNorm of few tokens as one compiled loop; PyTorch's own takes half a dozen passes on a CPU."""
-
-    def __init__(self, many: nn.RMSNorm) -> None:
-        super().__init__()
-        self.weight, self.many = many.weight, many
-        self._values, self._eps = many.weight.detach().numpy(), np.float32(many.eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dim() != 2 or x.shape[0] > BlockLinear.MAX_TOKENS:
-            return self.many(x)
-        from blockpilot.models.block_kernels import normalize
-
-        result = np.empty(x.shape, np.float32)
-        normalize(x.contiguous().numpy(), self._values, self._eps, result)
-        return torch.from_numpy(result)
+def _top(blocks: Floats) -> Floats:
+    return np.abs(blocks).max(axis=-1)
 
 
-def compile_kernels(num_threads: int) -> None:
-    """Compile (once per machine; later from Numba's cache) before the first token has to wait for it."""
-    layer = BlockLinear(BlockCodes.quantize(np.ones((1, BLOCK), np.float32)), nn.Identity(), num_threads)
-    layer(BlockNorm(nn.RMSNorm(BLOCK, 1e-6))(torch.ones(1, BLOCK)))
-    torch.set_num_threads(num_threads)  # Numba's pool raises it to the number of cores
+def _half(blocks: Bytes, start: int) -> Floats:
+    """A number in half precision of every block."""
+    return blocks[..., start : start + 2].copy().view(np.float16)[..., 0].astype(np.float32)
 
 
-def _arrange(codes: BlockCodes) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:
-    """The kernel's order: groups of 16 rows, inside a group block by block, inside a block weight by weight."""
-    num_rows, num_blocks = codes.scales.shape
-    padding = ((0, -num_rows % GROUP), (0, 0))
-    quantized = np.pad(codes.codes, padding).reshape(-1, GROUP, num_blocks, BLOCK).transpose(0, 2, 3, 1)
-    parts = (np.pad(part, padding).reshape(-1, GROUP, num_blocks) for part in (codes.scales, codes.offsets))
-    scales, offsets = (np.ascontiguousarray(part.transpose(0, 2, 1)) for part in parts)
-    return np.ascontiguousarray(quantized), scales, offsets
+def _nibbles(packed: Bytes) -> Bytes:
+    """Low halves first, then high halves."""
+    return np.concatenate((packed & 15, packed >> 4), axis=-1)
+
+
+def _fifth_bits(blocks: Bytes, start: int) -> Bytes:
+    """Of 32 codes, each as 16 or 0."""
+    return np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little") << 4
+
+
+def _decode_q4_0(blocks: Bytes) -> _Decoded:
+    return _nibbles(blocks[..., 2:]).view(np.int8) - np.int8(8), _half(blocks, 0), None
+
+
+def _decode_q4_1(blocks: Bytes) -> _Decoded:
+    return _nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2)
+
+
+def _decode_q5_0(blocks: Bytes) -> _Decoded:
+    codes = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2)
+    return codes.view(np.int8) - np.int8(16), _half(blocks, 0), None
+
+
+def _decode_q5_1(blocks: Bytes) -> _Decoded:
+    return _nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4), _half(blocks, 0), _half(blocks, 2)
+
+
+def _decode_q8_0(blocks: Bytes) -> _Decoded:
+    return blocks[..., 2:].copy().view(np.int8), _half(blocks, 0), None
+
+
+def _split_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
+    """Scales and minima [..., 8], 6 bits each, of a K-quant's 12 bytes."""
+    low, middle, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = np.concatenate((low & 63, (high & 15) | (low >> 6 << 4)), axis=-1)
+    return scales, np.concatenate((middle & 63, (high >> 4) | (middle >> 6 << 4)), axis=-1)
+
+
+def _super_nibbles(packed: Bytes) -> Bytes:
+    """[..., 8, 32] of 128 bytes: 32 low halves, then the 32 high halves of the same bytes."""
+    rows = packed.reshape(*packed.shape[:-1], 4, 1, 32)
+    return np.concatenate((rows & 15, rows >> 4), axis=-2).reshape(*packed.shape[:-1], 8, 32)
+
+
+def _decode_q4_k(blocks: Bytes) -> _Decoded:
+    scales, minima = _split_scales(blocks[..., 4:16])
+    own, least = _half(blocks, 0)[..., None], _half(blocks, 2)[..., None]
+    return _super_nibbles(blocks[..., 16:]), own * scales, -(least * minima)
+
+
+def _decode_q5_k(blocks: Bytes) -> _Decoded:
+    scales, minima = _split_scales(blocks[..., 4:16])
+    own, least = _half(blocks, 0)[..., None], _half(blocks, 2)[..., None]
+    fifths = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return _super_nibbles(blocks[..., 48:]) | (fifths << 4), own * scales, -(least * minima)
+
+
+def _decode_q6_k(blocks: Bytes) -> _Decoded:
+    low = blocks[..., :128].reshape(*blocks.shape[:-1], 2, 1, 64)
+    low = np.concatenate((low & 15, low >> 4), axis=-2).reshape(*blocks.shape[:-1], 2, 4, 32)
+    high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32)
+    high = high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    codes = (low | (high << 4)).view(np.int8) - np.int8(32)
+    return codes, _half(blocks, 208)[..., None] * blocks[..., 192:208].copy().view(np.int8), None
+
+
+_KINDS: dict[str, tuple[int, Callable[[Bytes], _Decoded]]] = {  # bytes of a block, and what they hold
+    "Q4_0": (18, _decode_q4_0),
+    "Q4_1": (20, _decode_q4_1),
+    "Q5_0": (22, _decode_q5_0),
+    "Q5_1": (24, _decode_q5_1),
+    "Q8_0": (34, _decode_q8_0),
+    "Q4_K": (144, _decode_q4_k),
+    "Q5_K": (176, _decode_q5_k),
+    "Q6_K": (210, _decode_q6_k),
+}
+INTEGER_KINDS = tuple(_KINDS)

@@ -102,6 +102,7 @@ class CandidateSelector(nn.Module):
 
     def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
         super().__init__()
+        self.rank = rank
         self.predecessor_codebook = nn.Parameter(torch.randn(vocab_size, rank) * rank**-0.5)
         self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.block_codes import BlockCodes, decode_blocks
+from blockpilot.models.block_codes import INTEGER_KINDS, BlockCodes, decode_blocks, join_parts
 from blockpilot.models.config import DecoderConfig, RopeConfig, parse_decoder_config, require_values
 from blockpilot.models.decoder import Decoder, rope_frequencies
-from blockpilot.models.weights import build_decoder, decoder_names
+from blockpilot.models.packing import machine_kernels, require_packable, why_unpackable
+from blockpilot.models.weights import build_decoder, decoder_names, is_coded
 from blockpilot.text.tokenizer import Tokenizer
 
 _MAGIC = b"GGUF"
@@ -42,29 +43,38 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
-def load_decoder_gguf(path: Path, dtype: torch.dtype) -> tuple[Decoder, Tokenizer]:
+def load_decoder_gguf(path: Path, dtype: torch.dtype | None) -> tuple[Decoder, Tokenizer, torch.dtype]:
+    """Without a dtype in 8-bit integers, where all large tensors are stored so and this machine runs them."""
     reader = _open(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     tokenizer = Tokenizer.from_gguf(fields, str(path))
     stored = {tensor.name: tensor for tensor in reader.tensors}
     config = _parse_config(fields, stored, eos_token_ids=tokenizer.eos_token_ids, where=str(path))
     tensors = GgufTensors(stored, config, where=str(path))
+    if dtype is None:
+        can_run = why_unpackable(config) is None and machine_kernels() is not None
+        dtype = torch.int8 if can_run and tensors.are_integers else torch.float32
+    elif dtype == torch.int8:
+        require_packable(config, str(path))
     decoder = build_decoder(config, tensors, where=str(path), dtype=dtype)
-    _attach_codes(decoder, tensors)
-    return decoder, tokenizer
+    if dtype == torch.int8:
+        _attach_codes(decoder, tensors)
+    return decoder, tokenizer, dtype
 
 
 def _attach_codes(decoder: Decoder, tensors: "GgufTensors") -> None:
-    """Leave the stored codes on every linear layer that has them, for whoever packs the weights."""
+    """Leave the stored codes on every linear layer, for whoever packs the weights."""
     table = decoder_names(decoder.config)
     if decoder.config.is_tied:
         table["lm_head.weight"] = table["embed_tokens.weight"]
     for name, module in decoder.named_modules():
-        if isinstance(module, nn.Linear):
-            parts = [tensors.codes(source.name) for source in table[f"{name}.weight"]]
-            known = [part for part in parts if part is not None]
-            if len(known) == len(parts):
-                module.block_codes = BlockCodes.join(known)  # type: ignore[assignment]
+        if isinstance(module, nn.Linear) and is_coded(name):
+            parts = [tensors.require_codes(source.name) for source in table[f"{name}.weight"]]
+            shapes = [part.codes.shape for part in parts]
+            if (sum(rows for rows, _ in shapes), shapes[0][1]) != tuple(module.weight.shape):
+                where = f"{tensors.where}: wrong tensors"
+                raise InputError(f"{where}: {name} has shapes {shapes}, expected {list(module.weight.shape)} in all")
+            module.block_codes = join_parts(parts)  # type: ignore[assignment]
 
 
 def _open(path: Path) -> Any:
@@ -103,7 +113,7 @@ class GgufTensors(Mapping[str, Tensor]):
     """Hugging Face name -> float32 tensor, dequantized when asked for."""
 
     def __init__(self, stored: Mapping[str, Any], config: DecoderConfig, *, where: str) -> None:
-        self._where = where
+        self.where = where
         self._sources: dict[str, tuple[Any, int | None]] = {}  # name -> tensor of the file, expert in it
         self._interleaved_heads: dict[str, int] = {}  # projection -> heads, where rows are in llama.cpp's order
         if config.architecture == "llama":
@@ -119,19 +129,35 @@ class GgufTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor, expert = self._sources[name]
-        weight = _dequantize(tensor, expert, where=self._where)
+        weight = _dequantize(tensor, expert, where=self.where)
         num_heads = self._interleaved_heads.get(name.split(".")[-2])
         return _restore_row_order(weight, num_heads) if num_heads else weight
 
     def codes(self, name: str) -> BlockCodes | None:
-        """The tensor's codes in our row order; None where it is not stored in blocks of 32."""
+        """The tensor's codes in our row order; None where it is not stored as integers."""
         tensor, expert = self._sources[name]
         data = tensor.data if expert is None else tensor.data[expert]
-        codes = decode_blocks(data, tensor.tensor_type.name)
         num_heads = self._interleaved_heads.get(name.split(".")[-2])
-        if codes is None or not num_heads:
-            return codes
-        return codes.rows(_restore_row_order(torch.arange(len(codes.codes))[:, None], num_heads)[:, 0].numpy())
+        if num_heads:
+            data = data[_restore_row_order(torch.arange(len(data))[:, None], num_heads)[:, 0].numpy()]
+        return decode_blocks(data, tensor.tensor_type.name)
+
+    @property
+    def are_integers(self) -> bool:
+        """Whether all matrices but routers are stored in a form that runs as it is."""
+        matrices = (tensor for name, (tensor, _) in self._sources.items() if is_coded(name))
+        kinds = {tensor.tensor_type.name for tensor in matrices if len(tensor.shape) > 1}
+        return kinds <= set(INTEGER_KINDS)
+
+    def require_codes(self, name: str) -> BlockCodes:
+        codes = self.codes(name)
+        if codes is None:
+            tensor, _ = self._sources[name]
+            raise InputError(
+                f"{self.where}: tensor {tensor.name} has type {tensor.tensor_type.name}, which does not run in 8-bit "
+                f"integers (known: {', '.join(INTEGER_KINDS)}): use --dtype float32"
+            )
+        return codes
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)

@@ -32,6 +32,7 @@ class LoadedTarget:
     tokenizer: Tokenizer
     name: str  # as the user gave it
     path: Path  # the file or folder it was read from
+    dtype: torch.dtype = torch.float32  # what it was loaded for; int8: its linear layers have codes and no values
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -39,19 +40,23 @@ class LoadedTarget:
         return self.tokenizer.eos_token_ids or self.decoder.config.eos_token_ids
 
 
-def load_target(spec: str, dtype: torch.dtype, progress: Report | None = None) -> LoadedTarget:
-    """Find, fetch where needed, and load a target with its tokenizer, on the CPU."""
+def load_target(spec: str, dtype: torch.dtype | None, progress: Report | None = None) -> LoadedTarget:
+    """Find, fetch where needed, and load a target with its tokenizer, on the CPU.
+
+    Without a dtype, in 8-bit integers where it is a quantized file and this machine has kernels for it, else in float32.
+    """
     path = _locate_target(spec, progress)
     if path.is_dir():
+        dtype = dtype or torch.float32
         decoder, tokenizer = load_decoder_folder(path, dtype), Tokenizer.from_folder(path)
     else:
-        decoder, tokenizer = load_decoder_gguf(path, dtype)
+        decoder, tokenizer, dtype = load_decoder_gguf(path, dtype)
     if tokenizer.vocab_size > decoder.config.vocab_size:
         raise InputError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {decoder.config.vocab_size}; "
             "they do not belong together"
         )
-    return LoadedTarget(decoder=decoder, tokenizer=tokenizer, name=spec, path=path)
+    return LoadedTarget(decoder=decoder, tokenizer=tokenizer, name=spec, path=path, dtype=dtype)
 
 
 def _locate_target(spec: str, progress: Report | None = None) -> Path:

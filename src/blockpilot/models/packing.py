@@ -1,24 +1,27 @@
-"""How linear layers run: weights are packed once at load, for the device that runs them.
+"""How linear layers run: weights are packed once at load, for the device and the precision that run them.
 
 `pack_linears` swaps every `nn.Linear` of a loaded model for the fastest equivalent the machine offers; the model code
 keeps calling `layer(x)` and does not know. On a CPU plain `F.linear` re-packs its weights at every call with more than
 one row, which costs as much as the arithmetic itself; the packed form does that work once.
 
-    blocks   quantized checkpoints on a CPU: float32 arithmetic straight from the stored codes (needs Numba)
+    int8     codes of 4 to 8 bits times activations rounded to 8 bits, on a CPU (`native/`)
     mkldnn   oneDNN weights in PyTorch's own packed layout (float32 on CPUs that have it)
     plain    torch.nn.Linear: GPUs, other dtypes, CPUs without a fast path
 """
 
-import importlib.util
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.block_codes import BLOCK, BlockCodes, BlockLinear, BlockNorm, compile_kernels
+from blockpilot.models.block_codes import BLOCK, BlockCodes
+from blockpilot.models.config import DecoderConfig
+from blockpilot.native.library import MAX_DIM, MAX_LAYERS, Kernels, open_kernels
+from blockpilot.native.weights import PackedWeight, pack_weight
 
-REVISION = 13  # of how steps run and are timed: raise it when that changes, and step costs are measured anew
-BACKENDS = ("auto", "blocks", "mkldnn", "plain")
+REVISION = 14  # of how steps run and are timed: raise it when that changes, and step costs are measured anew
+BACKENDS = ("auto", "mkldnn", "plain")
 
 
 class MkldnnLinear(nn.Module):
@@ -33,14 +36,67 @@ class MkldnnLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
 
 
+class Int8Linear(nn.Module):
+    """A linear layer in codes. Its input is rounded to 8 bits per block of 32; sums are float32."""
+
+    def __init__(self, parts: Sequence[BlockCodes], kernels: Kernels) -> None:
+        super().__init__()
+        self.in_features = parts[0].codes.shape[1]
+        self.out_features = sum(len(part.codes) for part in parts)
+        self.kernels = kernels
+        self.parts = [pack_weight(kernels, part.codes, part.scales, part.offsets) for part in parts]
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).contiguous()
+        found = [self._multiply(part, rows) for part in self.parts]
+        return (found[0] if len(found) == 1 else torch.cat(found, dim=-1)).unflatten(0, x.shape[:-1])
+
+    def _multiply(self, part: PackedWeight, rows: Tensor) -> Tensor:
+        out = torch.empty(len(rows), part.info.rows)
+        if len(rows):
+            self.kernels.multiply(part.info, rows.data_ptr(), out.data_ptr(), len(rows))
+        return out
+
+
+def machine_kernels() -> Kernels | None:
+    return open_kernels(torch.get_num_threads())
+
+
+def require_kernels() -> Kernels:
+    kernels = machine_kernels()
+    if kernels is None:
+        raise InputError("dtype int8 needs the compiled CPU kernels, and there are none here: use --dtype float32")
+    return kernels
+
+
+def why_unpackable(config: DecoderConfig) -> str | None:
+    """Why a model of these shapes cannot run in 8-bit integers. None: it can."""
+    moe = config.moe
+    inner = [moe.intermediate_size] if moe else []
+    inner += [config.intermediate_size] if moe is None or moe.dense_layers else []
+    sizes = {"hidden size": config.hidden_size, "width of attention": config.num_heads * config.head_dim}
+    sizes |= {"intermediate size": size for size in inner}
+    for name, size in sizes.items():
+        if size % 32:
+            return f"its {name} {size} is no multiple of 32"
+    if config.head_dim % 16 or config.head_dim > MAX_DIM:
+        return f"its heads have {config.head_dim} numbers, and only multiples of 16 up to {MAX_DIM} are supported"
+    return f"it has more than {MAX_LAYERS} layers" if config.num_layers > MAX_LAYERS else None
+
+
+def require_packable(config: DecoderConfig, name: str) -> None:
+    if (reason := why_unpackable(config)) is not None:
+        raise InputError(f"{name} cannot run in dtype int8: {reason}; use --dtype float32")
+
+
 def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend that will run: what was asked for where this machine has it, else the best there is."""
     if requested not in BACKENDS:
         raise InputError(f"unknown linear backend {requested!r}; known: {', '.join(BACKENDS)}")
+    if dtype == torch.int8:
+        return "int8"
     if device.type != "cpu" or dtype != torch.float32 or requested == "plain":
         return "plain"
-    if requested != "mkldnn" and importlib.util.find_spec("numba") is not None:
-        return "blocks"
     return "mkldnn" if torch.backends.mkldnn.is_available() else "plain"
 
 
@@ -48,41 +104,45 @@ def pack_linear(layer: nn.Linear, backend: str) -> nn.Module:
     """The same layer in packed form; its float weight is given up unless something else (an embedding) holds it."""
     if backend == "plain":
         return layer
-    many = MkldnnLinear(layer.weight) if torch.backends.mkldnn.is_available() else layer
-    codes = getattr(layer, "block_codes", None)
-    if backend == "blocks" and isinstance(codes, BlockCodes):
-        return BlockLinear(codes, many, torch.get_num_threads())
-    return many
+    if backend == "int8":
+        parts = getattr(layer, "block_codes", None)
+        if parts is not None:
+            return Int8Linear(parts, require_kernels())
+    return MkldnnLinear(layer.weight) if torch.backends.mkldnn.is_available() else layer
 
 
 def pack_linears(model: nn.Module, backend: str) -> None:
-    """Replace every nn.Linear inside `model`, and the norms around them where a compiled one is at hand.
+    """Replace every nn.Linear inside `model`.
 
     A model that has been packed stays as it is, so that two engines may share it.
     """
     if backend == "plain" or getattr(model, "is_packed", False):
         return
     model.is_packed = True  # type: ignore[assignment]
-    if backend == "blocks":
-        compile_kernels(torch.get_num_threads())
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(module, name, pack_linear(child, backend))
-            elif isinstance(child, nn.RMSNorm) and backend == "blocks":
-                setattr(module, name, BlockNorm(child))
 
 
 def quantize_linears(model: nn.Module) -> None:
     """Round every linear layer that fits to 8-bit codes: for drafters, whose output is checked anyway.
 
     Weights that were stored as codes (`models/tensor_files.py`) get exactly those codes back.
-
-    The float weight becomes what the codes stand for, so that few tokens and many are multiplied by the same numbers:
-    what is drafted must not depend on the batch.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.in_features % BLOCK == 0 and not hasattr(module, "block_codes"):
-            codes = BlockCodes.quantize(module.weight.detach().numpy())
-            module.block_codes = codes  # type: ignore[assignment]
-            module.weight = nn.Parameter(torch.from_numpy(codes.dequantize()), requires_grad=False)
+            module.block_codes = (BlockCodes.quantize(module.weight.detach().numpy()),)  # type: ignore[assignment]
+
+
+def rows_of(layer: nn.Module, ids: Tensor) -> nn.Linear:
+    """Some rows of a linear layer that has not been packed, as a layer of its own."""
+    assert isinstance(layer, nn.Linear)
+    found = nn.Linear(layer.in_features, len(ids), bias=False, device="meta")
+    if (parts := getattr(layer, "block_codes", None)) is not None:
+        found.block_codes = tuple(part.rows(ids.cpu().numpy()) for part in parts)  # type: ignore[assignment]
+    if not layer.weight.is_meta:
+        found.weight = nn.Parameter(layer.weight[ids.to(layer.weight.device)], requires_grad=False)
+    return found
+
+

@@ -94,18 +94,24 @@ def assemble(
 ) -> Module:
     """A module whose every parameter comes from checkpoint tensors, ready to run; gradients are off.
 
+    In int8 linear layers have no values: whoever packs them needs their codes alone.
+
     `ignored` names checkpoint tensors that may be there without being read.
     """
     _check_names(table, tensors, where=where, ignored=set(ignored))
     with torch.device("meta"):  # no memory for values that are replaced at once
         module = make()
+    linears = {f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Linear)}
     problems: list[str] = []
     values: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
+        if dtype == torch.int8 and name in linears and is_coded(name):
+            continue  # its codes are what runs
         parts = _read_parts(table[name], tensors, shape=parameter.shape, problems=problems)
         if not problems:
             # a single part is copied too: it may be a view of a file that somebody replaces later
-            values[name] = torch.cat(parts).to(dtype) if len(parts) > 1 else parts[0].to(dtype, copy=True)
+            kind = torch.float32 if dtype == torch.int8 else dtype
+            values[name] = torch.cat(parts).to(kind) if len(parts) > 1 else parts[0].to(kind, copy=True)
     if problems:
         raise InputError(f"{where}: wrong tensors: {_shorten(problems)}")
     module.load_state_dict(values, strict=False, assign=True)
@@ -113,6 +119,11 @@ def assemble(
         if isinstance(child, Rotary):  # frequencies are computed, never stored
             child.inverse_frequencies = rope_frequencies(child.config, child.head_dim)
     return module.requires_grad_(False).eval()
+
+
+def is_coded(name: str) -> bool:
+    """Whether a linear layer's weight runs in codes in int8: all do but routers, which choose between experts."""
+    return not name.removesuffix(".weight").endswith(".mlp.gate")
 
 
 def _read_parts(

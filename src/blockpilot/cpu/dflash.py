@@ -1,0 +1,167 @@
+"""A DFlash drafter on a CPU in 8-bit integers: observing and drafting are one compiled call each."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from blockpilot.cache.slots import SlotCache
+from blockpilot.core.config import MAX_BLOCK_SIZE
+from blockpilot.core.device import Placement
+from blockpilot.core.draft import Draft, HostDraft
+from blockpilot.cpu.cache import PackedCache
+from blockpilot.cpu.layers import PackedLayers, weight_of
+from blockpilot.cpu.target import add_sampling
+from blockpilot.cpu.tokens import Columns, Tokens
+from blockpilot.decoding.dflash_drafter import DFlashDrafter
+from blockpilot.decoding.drafter import DraftRequest, Observation, join_taps
+from blockpilot.models.decoder import DecoderLayer, RMSNorm
+from blockpilot.models.dflash import DFlash
+from blockpilot.models.packing import require_kernels
+from blockpilot.native.library import MAX_RANKED, RankingData, ShownData, WantedData, WeightData, address
+
+
+class CpuDFlashDrafter(DFlashDrafter):
+    cache: PackedCache
+
+    def __init__(
+        self,
+        model: DFlash,
+        placement: Placement,
+        *,
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+        name: str = "dflash",
+    ) -> None:
+        self.kernels = require_kernels()
+        super().__init__(model, placement, embed=embed, head=head, name=name)
+        config = model.config
+        layers, norm = [cast(DecoderLayer, layer) for layer in model.layers], cast(RMSNorm, model.norm)
+        convolution = config if config.conv_kernel_size else None
+        self.layers = PackedLayers(layers, norm, model.rotary, config.layers, self.cache.capacity + 1, convolution)
+        self._embedding, self._space = cast(nn.Embedding, embed).weight, self.kernels.open_space()
+        self._head_ids = None if self.token_ids is None else self.token_ids.to(torch.int32).contiguous()
+        self._features, self._projection = weight_of(model.fc), weight_of(self.context_projection)
+        self._scores = np.empty(0, np.float32)
+
+    def _make_cache(self, placement: Placement) -> SlotCache:
+        return PackedCache(self.model.config.layers, placement, self.kernels, num_open=MAX_BLOCK_SIZE)
+
+    @torch.inference_mode()
+    def observe(self, observations: Sequence[Observation]) -> None:
+        taps, rows = _shared_taps(observations)
+        slots: list[int] = []
+        places: list[int] = []
+        for one in observations:
+            count, start = len(one.token_ids), self.cache.append(one.slot, len(one.token_ids))
+            slots += [one.slot] * count
+            places += range(start, start + count)
+        columns = Columns(rows, places, slots)
+        row_column, place_column, slot_column = columns.addresses
+        shown = ShownData(
+            count=len(rows),
+            size=taps.shape[1],
+            taps=taps.data_ptr(),
+            features=ctypes.pointer(self._features),
+            norm=address(cast(RMSNorm, self.model.hidden_norm).weight),
+            projection=ctypes.pointer(self._projection),
+            rows=row_column,
+            positions=place_column,
+            slots=slot_column,
+            stored=place_column,
+        )
+        self.kernels.show(self.layers.data, self.cache.data, shown)
+        for one in observations:
+            self.cache.keep(one.slot, range(len(one.token_ids)))
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest]) -> list[HostDraft]:
+        head, selector, shapes = self._head(), self.model.candidate_selector, self.layers.data
+        width = self.model.config.selector_top_k if selector else max(one.num_candidates for one in requests)
+        width = min(width, head.rows)
+        if width > MAX_RANKED:
+            raise AssertionError(f"{width} candidates of a position, and there is room for {MAX_RANKED}")
+        tokens, offsets, depths, rows, starts = Tokens(), [], [], [], []
+        mask_id = self.model.config.mask_token_id
+        for one in requests:
+            size, first = one.block_size, len(tokens)
+            starts.append(len(rows))
+            tokens.add_block(
+                one.slot, self.cache.append(one.slot, size), [one.anchor_id] + [mask_id] * (size - 1), one.position
+            )
+            offsets += range(size)
+            depths += range(size - 1)
+            rows += range(first + 1, first + size)  # the anchors have nothing to say
+        each = [one for one in requests for _ in range(one.block_size - 1)]
+        anchors = [one.anchor_id for one in each]
+        followers = [one.position + 1 + depth for one, depth in zip(each, depths, strict=True)]
+        group = shapes.num_heads // shapes.num_kv
+        batch, columns = tokens.describe(self._embedding, group, offsets, depths, rows, anchors, followers)
+        *_, batch.offsets, depth_column, row_column, anchor_column, follower_column = columns.addresses
+        best = _Best(len(rows), width, shapes.hidden, selector.rank if selector else 0)
+        ranking = RankingData(
+            num_best=width,
+            token_ids=address(self._head_ids),
+            depths=depth_column,
+            anchor_ids=anchor_column,
+            best_ids=address(best.ids),
+            log_probs=address(best.log_probs),
+            pairs=address(best.pairs),
+            normed=address(best.normed),
+            scores=address(self._room_for(len(rows) * head.rows)),
+            values=address(best.values),
+            gates=address(best.gates),
+        )
+        if selector is not None:
+            ranking.rank = selector.rank
+            ranking.parents = selector.predecessor_codebook.data_ptr()
+            ranking.children = selector.successor_codebook.data_ptr()
+            ranking.projection = ctypes.pointer(weight_of(selector.hidden_projection))
+        wanted = WantedData(count=len(rows), rows=row_column, head=ctypes.pointer(head), logits=ranking.scores)
+        wanted.places = follower_column
+        kept = add_sampling(wanted, [one.params for one in each])
+        self.kernels.forward(self._space, shapes, self.cache.data, batch, wanted, ranking)
+        del kept
+        return [best.draft(start, one) for start, one in zip(starts, requests, strict=True)]
+
+    def _head(self) -> WeightData:
+        return weight_of(getattr(self.head, "layer", self.head))  # type: ignore[arg-type]
+
+    def _room_for(self, count: int) -> NDArray[np.float32]:
+        if len(self._scores) < count:
+            self._scores = np.empty(count, np.float32)
+        return self._scores
+
+
+class _Best:
+    """What a draft of `count` positions leaves."""
+
+    def __init__(self, count: int, width: int, hidden: int, rank: int) -> None:
+        self.rank = rank
+        self.ids = np.empty((count, width), np.int64)
+        self.log_probs = np.empty((count, width), np.float32)
+        self.values = np.empty((count, width), np.float32)
+        self.pairs = np.empty((count, width, width) if rank else 0, np.float32)
+        self.normed = np.empty((count, hidden), np.float32)
+        self.gates = np.empty((count, rank), np.float32)
+
+    def draft(self, start: int, request: DraftRequest) -> HostDraft:
+        rows = slice(start, start + request.block_size - 1)
+        first = pairs = None
+        if self.rank:
+            first, pairs = self.pairs[start, 0], self.pairs[start + 1 : rows.stop]
+        found = Draft(self.ids[rows], self.log_probs[rows], first, pairs)
+        return found.cut(request.block_size - 1, request.num_candidates)
+
+
+def _shared_taps(observations: Sequence[Observation]) -> tuple[Tensor, list[int]]:
+    """Taps, and the rows of the observed tokens in them."""
+    first = observations[0]
+    if first.taps is not None and all(one.taps is first.taps and one.rows is not None for one in observations):
+        return first.taps, [row for one in observations for row in one.rows or ()]
+    taps = join_taps(observations).contiguous()
+    return taps, list(range(len(taps)))

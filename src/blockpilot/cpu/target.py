@@ -1,0 +1,128 @@
+"""The target on a CPU in 8-bit integers: a prompt's pieces, or the trees of a check, in one compiled call.
+
+A token's logits are the same bits in every pass: sums of products are integers, float32 sums have one order, and a
+query reads its keys in the order of positions (docs/exactness.md).
+"""
+
+import ctypes
+from collections.abc import Sequence as Collection
+from itertools import accumulate
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blockpilot.cache.slots import SlotCache
+from blockpilot.core.config import MAX_TREE_NODES
+from blockpilot.core.device import Placement
+from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.core.tree import DraftTree
+from blockpilot.cpu.cache import PackedCache
+from blockpilot.cpu.layers import PackedLayers, weight_of
+from blockpilot.cpu.tokens import Tokens
+from blockpilot.decoding.drafter import Observation
+from blockpilot.decoding.target import PassResult, Show, TargetRunner, show_nobody
+from blockpilot.models.decoder import Decoder, DecoderLayer, RMSNorm
+from blockpilot.models.packing import require_kernels, require_packable
+from blockpilot.native.library import WantedData, address
+
+
+class CpuTargetRunner(TargetRunner):
+    is_exact = True
+    cache: PackedCache
+
+    def __init__(self, decoder: Decoder, placement: Placement) -> None:
+        require_packable(decoder.config, "the target")
+        self.kernels = require_kernels()
+        super().__init__(decoder, placement)
+        layers, norm = [cast(DecoderLayer, layer) for layer in decoder.layers], cast(RMSNorm, decoder.norm)
+        self.layers = PackedLayers(layers, norm, decoder.rotary, decoder.config, self.cache.capacity)
+        self._head, self._space = ctypes.pointer(weight_of(decoder.lm_head)), self.kernels.open_space()
+        self._no_logits = torch.empty(0, decoder.config.vocab_size)
+
+    def _make_cache(self, placement: Placement) -> SlotCache:
+        return PackedCache(self.decoder.config, placement, self.kernels, num_open=MAX_TREE_NODES)
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        chunks: Collection[tuple[int, list[int]]],
+        tap_layers: Collection[int],
+        params: Collection[SamplingParams] = (),
+        show: Show = show_nobody,
+    ) -> PassResult:
+        tokens, ends = Tokens(), list(accumulate(len(ids) for _, ids in chunks))
+        for slot, ids in chunks:
+            tokens.add_chain(slot, self.cache.append(slot, len(ids)), ids)
+        result = self._run(tokens, tap_layers, params, rows=[end - 1 for end in ends], has_logits=True)
+        observations = []
+        for (slot, ids), end in zip(chunks, ends, strict=True):
+            self.cache.keep(slot, range(len(ids)))
+            own = None if result.taps is None else result.taps[end - len(ids) : end]
+            observations.append(Observation(slot, ids, own))
+        show(observations)
+        return result._replace(taps=None)
+
+    @torch.inference_mode()
+    def verify(
+        self,
+        trees: Collection[tuple[int, DraftTree]],
+        tap_layers: Collection[int],
+        params: Collection[SamplingParams] = (),
+    ) -> PassResult:
+        """Logits come with the result where nobody has said how tokens are chosen, or where some may not be."""
+        tokens, starts = Tokens(), []
+        for slot, tree in trees:
+            starts.append(len(tokens))
+            tokens.add_tree(slot, self.cache.append(slot, len(tree)), tree)
+        has_logits = not params or any(one.is_filtered for one in params)
+        if len(trees) < len(tokens):
+            params = [one for one, (_, tree) in zip(params, trees, strict=False) for _ in tree.token_ids]
+        return self._run(tokens, tap_layers, params, has_logits=has_logits)._replace(row_starts=starts)
+
+    def _run(
+        self,
+        tokens: Tokens,
+        tap_layers: Collection[int],
+        params: Collection[SamplingParams],
+        *,
+        rows: list[int] | None = None,
+        has_logits: bool,
+    ) -> PassResult:
+        """`rows` are those whose logits, or tokens, are asked for, with a request's `params` each. None: all."""
+        config, count = self.decoder.config, len(tokens) if rows is None else len(rows)
+        places = [*([-1] * config.num_layers)]
+        for place, layer in enumerate(tap_layers):
+            places[layer] = place
+        following = [tokens.positions[row] + 1 for row in (range(count) if rows is None else rows)]
+        embedding, group = self.decoder.embed_tokens.weight, config.num_heads // config.num_kv_heads
+        batch, columns = tokens.describe(embedding, group, places, following, rows or ())
+        *_, tap_places, followers, wanted_rows = columns.addresses
+        taps = torch.empty(len(tokens), len(tap_layers) * config.hidden_size) if tap_layers else None
+        if taps is not None:
+            batch.tap_places, batch.taps, batch.num_taps = tap_places, taps.data_ptr(), len(tap_layers)
+        best = np.empty(count, np.int32)
+        wanted = WantedData(count, None if rows is None else wanted_rows, self._head)
+        wanted.places, wanted.best = followers, best.ctypes.data
+        kept = add_sampling(wanted, params)
+        logits = torch.empty(count, config.vocab_size) if has_logits else self._no_logits
+        hidden: Tensor | None = None
+        if has_logits:
+            wanted.logits = logits.data_ptr()
+        if rows is not None:
+            hidden = torch.empty(count, config.hidden_size)
+            wanted.hidden = hidden.data_ptr()
+        self.kernels.forward(self._space, self.layers.data, self.cache.data, batch, wanted)
+        del kept
+        return PassResult(logits, taps, range(count), hidden, best.tolist())
+
+
+def add_sampling(wanted: WantedData, params: Collection[SamplingParams]) -> object:
+    """Temperature and seed of each row, unless all are greedy. What is returned must live as long as the pass."""
+    if all(one.is_greedy for one in params):
+        return None
+    temperatures = np.array([one.temperature for one in params], np.float32)
+    seeds = np.array([one.seed for one in params], np.uint64)
+    wanted.temperatures, wanted.seeds = address(temperatures), address(seeds)
+    return temperatures, seeds

@@ -72,7 +72,7 @@ class Tokens:
 
     def describe(self, embedding: Tensor, num_grouped: int, *more: Sequence[int]) -> tuple[BatchData, "Columns"]:
         """For the kernels; `num_grouped` heads share keys. Columns, also those of `more`, live as long as the second."""
-        most = max(self.num_keys, default=0)
+        most = max(self.stored, default=0) + 1
         run_size = max(1, min(MAX_ASKED, MAX_SCORES // max(most, 1)) // num_grouped)
         runs = [start for first, end in pairwise([0, *self._ends]) for start in range(first, end, run_size)]
         columns = Columns(

@@ -79,7 +79,7 @@ class CacheData(Structure):
 
 class BatchData(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("count", "max_keys", "num_runs", "run_size")),
+        *((name, c_int32) for name in ("count", "num_rows", "num_runs", "run_size")),
         ("runs", c_void_p),
         *((name, c_void_p) for name in ("token_ids", "positions", "slots", "stored", "num_placed", "num_keys")),
         *((name, c_void_p) for name in ("list_starts", "lists", "offsets", "embedding", "tap_places", "taps")),

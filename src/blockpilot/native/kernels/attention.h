@@ -6,7 +6,8 @@
 // and a prompt give the same bits, whoever shares the work.
 //
 // Keys and values are stored in half precision. Keys lie 16 rows side by side, [rows / 16][dim][16], so that a score
-// needs no sum across lanes; values row by row, [rows][dim].
+// needs no sum across lanes; values row by row, [rows][dim]. Queries that attend together score all rows that any of
+// them sees, where they lie; then each takes those that it sees, in its own order.
 #pragma once
 
 #include "vectors.h"
@@ -42,9 +43,12 @@ INLINE vec load_half16(const half *from) {
 #endif
 }
 
-INLINE half to_half(float value) {
-    float kept = value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value;
-    return (half)kept;
+// Numbers beyond what half precision holds become the largest that it holds.
+INLINE void to_halves(const float *from, half *to) {
+    typedef _Float16 halves __attribute__((vector_size(32)));
+    vec kept = __builtin_elementwise_max(__builtin_elementwise_min(load16(from), all16(65504.0f)), all16(-65504.0f));
+    halves found = __builtin_convertvector(kept, halves);
+    memcpy(to, &found, sizeof found);
 }
 
 INLINE half *plane_of(const Cache *cache, int layer, int plane, int slot, int head) {
@@ -55,13 +59,16 @@ INLINE half *plane_of(const Cache *cache, int layer, int plane, int slot, int he
 INLINE size_t key_place(int row, int dim) { return (size_t)(row / LANES) * LANES * dim + row % LANES; }
 
 static void store_key(const Cache *cache, int layer, int slot, int head, int row, const float *key, int dim) {
-    half *to = plane_of(cache, layer, 0, slot, head) + key_place(row, dim);
-    for (int i = 0; i < dim; i++) to[(size_t)i * LANES] = to_half(key[i]);
+    half *to = plane_of(cache, layer, 0, slot, head) + key_place(row, dim), found[LANES];
+    for (int first = 0; first < dim; first += LANES) {
+        to_halves(key + first, found);
+        for (int i = 0; i < LANES; i++) to[(size_t)(first + i) * LANES] = found[i];
+    }
 }
 
 static void store_value(const Cache *cache, int layer, int slot, int head, int row, const float *value, int dim) {
     half *to = plane_of(cache, layer, 1, slot, head) + (size_t)row * dim;
-    for (int i = 0; i < dim; i++) to[i] = to_half(value[i]);
+    for (int first = 0; first < dim; first += LANES) to_halves(value + first, to + first);
 }
 
 static void move_row(const Cache *cache, int layer, int slot, int head, int from, int to, int dim) {
@@ -74,25 +81,34 @@ INLINE int seen_row(const Seen *seen, int place) {
     return place < seen->num_placed ? place : seen->others[place - seen->num_placed];
 }
 
-// Scores [Q][stride] of blocks of 16 keys that all queries [Q][dim] see.
-INLINE void score_blocks(const half *keys, int num_blocks, const float *queries, int dim, float *scores, int stride, const int Q) {
-    for (int block = 0; block < num_blocks; block++, keys += LANES * dim) {
-        vec sums[MAX_QUERIES];
-        for (int q = 0; q < Q; q++) sums[q] = (vec){};
-        for (int i = 0; i < dim; i++) {
-            vec key = load_half16(keys + LANES * i);
-            for (int q = 0; q < Q; q++) sums[q] = fma16(key, all16(queries[q * dim + i]), sums[q]);
-        }
-        for (int q = 0; q < Q; q++) store16(scores + (size_t)q * stride + LANES * block, sums[q]);
+// Scores [Q][stride] of SIDES blocks of 16 keys at a time: enough sums that none waits for the one before.
+INLINE int score_blocks(
+    const half *keys, int first, int last, const float *queries, int dim, float *scores, int stride, const int Q, const int SIDES
+) {
+    for (; first + SIDES <= last; first += SIDES) {
+        const half *own = keys + (size_t)first * LANES * dim;
+        vec sums[MAX_QUERIES][4];
+        for (int q = 0; q < Q; q++)
+            for (int side = 0; side < SIDES; side++) sums[q][side] = (vec){};
+        for (int i = 0; i < dim; i++)
+            for (int side = 0; side < SIDES; side++) {
+                vec key = load_half16(own + LANES * (side * dim + i));
+                for (int q = 0; q < Q; q++) sums[q][side] = fma16(key, all16(queries[q * dim + i]), sums[q][side]);
+            }
+        for (int q = 0; q < Q; q++)
+            for (int side = 0; side < SIDES; side++)
+                store16(scores + (size_t)q * stride + LANES * (first + side), sums[q][side]);
     }
+    return first;
 }
 
 typedef void (*Score)(const half *, int, const float *, int, float *, int);
-#define SCORE_OF(Q) \
+#define SCORE_OF(Q, SIDES) \
     static void score_##Q(const half *keys, int blocks, const float *queries, int dim, float *scores, int stride) { \
-        score_blocks(keys, blocks, queries, dim, scores, stride, Q); \
+        int first = score_blocks(keys, 0, blocks, queries, dim, scores, stride, Q, SIDES); \
+        if (SIDES > 1) score_blocks(keys, first, blocks, queries, dim, scores, stride, Q, 1); \
     }
-SCORE_OF(1) SCORE_OF(2) SCORE_OF(3) SCORE_OF(4) SCORE_OF(5) SCORE_OF(6) SCORE_OF(7) SCORE_OF(8)
+SCORE_OF(1, 4) SCORE_OF(2, 4) SCORE_OF(3, 2) SCORE_OF(4, 2) SCORE_OF(5, 1) SCORE_OF(6, 1) SCORE_OF(7, 1) SCORE_OF(8, 1)
 static const Score SCORE[MAX_QUERIES] = {score_1, score_2, score_3, score_4, score_5, score_6, score_7, score_8};
 
 static void score_all(const half *keys, int blocks, const float *queries, int count, int dim, float *scores, int stride) {
@@ -102,26 +118,10 @@ static void score_all(const half *keys, int blocks, const float *queries, int co
     }
 }
 
-// One block of keys, some of which lie elsewhere, as it would lie in the cache.
-static void gather_keys(const Seen *seen, int block, int dim, half *to) {
-    for (int lane = 0; lane < LANES; lane++) {
-        int place = block * LANES + lane, row = seen_row(seen, place < seen->num_keys ? place : seen->num_keys - 1);
-        const half *from = seen->keys + key_place(row, dim);
-        for (int i = 0; i < dim; i++) to[LANES * i + lane] = from[(size_t)i * LANES];
-    }
-}
-
-// Scores of one token's queries from block `first` on; behind its last key minus infinity.
-static void score_tail(const Seen *seen, int first, const float *queries, int count, int dim, float *scores, int stride, half *room) {
-    for (int block = first; block * LANES < seen->num_keys; block++) {
-        int last = (block + 1) * LANES, is_placed = seen->num_placed >= (last < seen->num_keys ? last : seen->num_keys);
-        const half *keys = seen->keys + (size_t)block * LANES * dim;
-        if (!is_placed) gather_keys(seen, block, dim, room);
-        score_all(is_placed ? keys : room, 1, queries, count, dim, scores + block * LANES, stride);
-    }
-    int end = (seen->num_keys + LANES - 1) / LANES * LANES;
-    for (int q = 0; q < count; q++)
-        for (int place = seen->num_keys; place < end; place++) scores[(size_t)q * stride + place] = -INFINITY;
+// Scores of rows to scores of places; behind the last key minus infinity. A path ascends: nothing unread is replaced.
+static void order_scores(const Seen *seen, float *scores) {
+    for (int place = seen->num_placed; place < seen->num_keys; place++) scores[place] = scores[seen_row(seen, place)];
+    for (int place = seen->num_keys; place % LANES; place++) scores[place] = -INFINITY;
 }
 
 // Scores to weights; what they add up to.

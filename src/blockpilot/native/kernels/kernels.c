@@ -147,7 +147,7 @@ typedef struct {
 static void run_product(void *given, Thread *thread) {
     const Product *product = given;
     int size = product->weight->size;
-    FOR_UNITS(thread, token, product->count, 4) round_row(product->tokens, token, product->x + (size_t)token * size, size);
+    FOR_UNITS(thread, token, product->count, QUAD) round_row(product->tokens, token, product->x + (size_t)token * size, size);
     end_stage(thread, product->count);
     Target target = {STORE, product->out, product->weight->rows, NULL, 0};
     multiply_all(product->weight, product->tokens, product->count, &target, thread);
@@ -186,13 +186,13 @@ static void run_showing(void *given, Thread *thread) {
     const Model *model = showing->model;
     const Shown *shown = showing->shown;
     int hidden = model->hidden, dim = model->dim, count = shown->count, rows = shown->projection->rows;
-    FOR_UNITS(thread, token, count, 1)
+    FOR_UNITS(thread, token, count, QUAD)
         round_row(showing->tokens, token, shown->taps + (size_t)shown->rows[token] * shown->size, shown->size);
     end_stage(thread, count);
     Target features = {STORE, showing->features, hidden, NULL, 0};
     multiply_all(shown->features, showing->tokens, count, &features, thread);
     float *row = own_buffer(thread, 4 * (size_t)hidden);
-    FOR_UNITS(thread, token, count, 1) {
+    FOR_UNITS(thread, token, count, QUAD) {
         norm_row(showing->features + (size_t)token * hidden, shown->norm, hidden, model->eps, row);
         round_row(showing->normed_tokens, token, row, hidden);
     }

@@ -29,7 +29,7 @@ typedef struct {
 
 // Tokens of all requests, packed. What each sees: rows 0 .. num_placed of its slot, then those of its list.
 typedef struct {
-    int32_t count, max_keys;
+    int32_t count, num_rows;  // tokens; rows that the longest slot has, theirs counted
     int32_t num_runs, run_size;  // tokens of one slot that attend together, and the most of them
     const int32_t *runs;  // [num_runs + 1] where each begins
     const int32_t *token_ids, *positions, *slots, *stored, *num_placed, *num_keys, *list_starts, *lists;
@@ -81,7 +81,6 @@ static int make_space(Space *space, const Model *model, int count) {
     space->experts = aligned_alloc(64, ((size_t)per_token * rounded * 4 + 63) / 64 * 64);
     space->tokens = aligned_alloc(64, tokens_bytes(rounded, (widest + BLOCK - 1) / BLOCK * BLOCK) + 64);
     if (!space->experts || !space->tokens) return 0;
-    memset(space->tokens, 0, tokens_bytes(rounded, (widest + BLOCK - 1) / BLOCK * BLOCK));
     space->capacity = rounded;
     return 1;
 }
@@ -163,18 +162,21 @@ static void prepare_token(const Walk *walk, const Source *source, int token, Tok
     if (to) round_row(to, token, x, source->size);
 }
 
-#define ALONE 2  // tokens that every thread prepares for itself: that is faster than waiting for each other
+#define ALONE 4  // tokens that every thread prepares for itself: that is faster than waiting for each other
 
 // The tokens of a product, rounded. Few of them every thread prepares in memory of its own.
 static const Tokens *prepare(const Walk *walk, const Source *source, int count, Thread *thread, int is_shared) {
-    float *row = own_buffer(thread, 4 * (size_t)source->size + tokens_bytes(ALONE, source->size) + 64);
+    size_t own_bytes = tokens_bytes(ALONE, source->size);
+    Tokens *own = own_buffer(thread, own_bytes + 4 * (size_t)source->size);
+    float *row = (float *)((char *)own + own_bytes);
     if (count <= ALONE && !is_shared) {
-        Tokens *own = (Tokens *)(row + (source->size + 15) / 16 * 16);
         for (int token = 0; token < count; token++) prepare_token(walk, source, token, own, row);
         return own;
     }
-    FOR_UNITS(thread, token, count, 1) prepare_token(walk, source, token, walk->space->tokens, row);
-    end_stage(thread, count);
+    FOR_UNITS(thread, quad, num_quads(count), 1)
+        for (int token = quad * QUAD; token < count && token < (quad + 1) * QUAD; token++)
+            prepare_token(walk, source, token, walk->space->tokens, row);
+    end_stage(thread, num_quads(count));
     return walk->space->tokens;
 }
 
@@ -278,28 +280,29 @@ static void attend(const Walk *walk, int index, const Queries *asked, int stride
     const Model *model = walk->model;
     int dim = model->dim, group = model->num_heads / model->num_kv, heads = asked->num_heads, count = asked->count * heads;
     float *queries = (float *)memory, *mixed = queries + count * dim, *scores = mixed + count * dim;
-    half *room = (half *)(scores + (size_t)count * stride);
     float scale = 1.0f / sqrtf((float)dim), masses[ASKED];
-    int shared = INT32_MAX;  // blocks that all tokens see in their places
+    int num_rows = 0, shared = INT32_MAX;  // rows that any token sees, and those that all see in their places
     for (int t = 0; t < asked->count; t++) {
         size_t row = ((size_t)(asked->token + t) * (model->num_heads + 2 * model->num_kv) + asked->head) * dim;
         for (int i = 0; i < heads * dim; i++) queries[t * heads * dim + i] = walk->space->qkv[row + i] * scale;
-        int placed = walk->batch->num_placed[asked->token + t] / LANES;
-        shared = placed < shared ? placed : shared;
+        Seen seen = seen_by(walk, index, asked->token + t, asked->head / group);
+        num_rows = max_int(num_rows, seen_row(&seen, seen.num_keys - 1) + 1);
+        shared = seen.num_placed < shared ? seen.num_placed : shared;
     }
     memset(mixed, 0, 4 * (size_t)count * dim);
     Seen first = seen_by(walk, index, asked->token, asked->head / group);
-    score_all(first.keys, shared, queries, count, dim, scores, stride);
+    score_all(first.keys, (num_rows + LANES - 1) / LANES, queries, count, dim, scores, stride);
     for (int t = 0; t < asked->count; t++) {
         Seen seen = seen_by(walk, index, asked->token + t, asked->head / group);
-        float *own = scores + (size_t)t * heads * stride;
-        score_tail(&seen, shared, queries + t * heads * dim, heads, dim, own, stride, room);
-        for (int h = 0; h < heads; h++) masses[t * heads + h] = weigh(own + (size_t)h * stride, seen.num_keys);
+        for (int h = t * heads; h < (t + 1) * heads; h++) {
+            order_scores(&seen, scores + (size_t)h * stride);
+            masses[h] = weigh(scores + (size_t)h * stride, seen.num_keys);
+        }
     }
-    mix_all(first.values, NULL, 0, shared * LANES, scores, stride, mixed, count, dim);
+    mix_all(first.values, NULL, 0, shared, scores, stride, mixed, count, dim);
     for (int t = 0; t < asked->count; t++) {
         Seen seen = seen_by(walk, index, asked->token + t, asked->head / group);
-        mix_all(seen.values, &seen, shared * LANES, seen.num_keys, scores + (size_t)t * heads * stride, stride,
+        mix_all(seen.values, &seen, shared, seen.num_keys, scores + (size_t)t * heads * stride, stride,
                 mixed + t * heads * dim, heads, dim);
         float *out = walk->space->mixed + ((size_t)(asked->token + t) * model->num_heads + asked->head) * dim;
         for (int h = 0; h < heads; h++) {
@@ -316,10 +319,10 @@ static void attend_layer(const Walk *walk, const Layer *layer, int index, Thread
     FOR_UNITS(thread, unit, total, 1) store_rows(walk, layer, index, unit % count, unit / count);
     end_stage(thread, total);
     // few queries are shared out by head
-    int group = model->num_heads / model->num_kv, stride = (batch->max_keys + LANES - 1) / LANES * LANES;
+    int group = model->num_heads / model->num_kv, stride = (batch->num_rows + LANES - 1) / LANES * LANES;
     int heads = batch->num_runs * model->num_kv < 4 * thread->pool->num_threads || group > ASKED ? 1 : group;
     size_t queries = batch->run_size * (size_t)heads;
-    char *memory = own_buffer(thread, 4 * queries * (2 * (size_t)dim + stride) + 2 * (size_t)LANES * dim + 64);
+    char *memory = own_buffer(thread, 4 * queries * (2 * (size_t)dim + stride));
     total = batch->num_runs * (model->num_heads / heads);
     FOR_UNITS(thread, unit, total, 1) {  // runs of one head follow each other: its keys stay close
         int run = unit % batch->num_runs;

@@ -11,9 +11,7 @@
 #include "dots.h"
 #include "threads.h"
 
-#define BLOCK 32
 #define GROUP 16  // rows of weights that lie side by side
-#define TILE 8  // tokens that lie side by side
 #define AHEAD 4096  // bytes of weights that are called for before they are needed; the next rows follow these
 
 typedef struct {
@@ -28,21 +26,12 @@ typedef struct {
 // HALVES: two scales per block, for 16 codes each.
 enum { NIBBLES, CENTRED, BYTES, OFFSET_BYTES, HALVES, NUM_KINDS };
 
-// A block of eight tokens.
-typedef struct {
-    int8_t codes[8][TILE][4];  // four inner places of each token, eight times
-    float scales[TILE];
-    float sums[TILE];  // of what the codes stand for
-    int32_t eights[TILE];  // -8 times the sum of codes
-    int32_t lifts[TILE];  // what sums begin at where bytes are lifted
-    int32_t half_lifts[2][TILE];
-} Tokens;
-
 INLINE int num_tiles(int count) { return (count + TILE - 1) / TILE; }
+INLINE int num_quads(int count) { return (count + QUAD - 1) / QUAD; }
 INLINE size_t tokens_bytes(int count, int size) { return sizeof(Tokens) * (size_t)num_tiles(count) * (size / BLOCK); }
 
-// Row `index` of packed tokens from numbers that `next` gives, 16 at a time.
-INLINE void round_block(Tokens *to, int place, vec left, vec right) {
+// A block of one token, the nearest codes.
+INLINE void round_block(Quad *to, int place, vec left, vec right) {
     vec top = max16(as_floats(as_bits(left) & 0x7FFFFFFF), as_floats(as_bits(right) & 0x7FFFFFFF));
     float scale = top16(top) * (1.0f / 127.0f);
     vec inverse = all16(scale > 0.0f ? 1.0f / scale : 0.0f);
@@ -54,9 +43,7 @@ INLINE void round_block(Tokens *to, int place, vec left, vec right) {
     memcpy(codes, &low, 16);
     memcpy(codes + 16, &high, 16);
     for (int k = 0; k < 8; k++) memcpy(to->codes[k][place], codes + 4 * k, 4);
-    int32_t sums[2] = {0, 0};
-    for (int lane = 0; lane < LANES; lane++) sums[0] += first[lane], sums[1] += second[lane];
-    int32_t sum = sums[0] + sums[1];
+    int32_t sums[2] = {add16(first), add16(second)}, sum = sums[0] + sums[1];
     to->scales[place] = scale;
     to->sums[place] = scale * (float)sum;
     to->eights[place] = -8 * sum;
@@ -69,13 +56,13 @@ INLINE Tokens *tile_of(Tokens *all, int token, int size) { return all + (size_t)
 static void round_row(Tokens *all, int token, const float *row, int size) {
     Tokens *tile = tile_of(all, token, size);
     for (int block = 0; block < size / BLOCK; block++)
-        round_block(tile + block, token % TILE, load16(row + block * BLOCK), load16(row + block * BLOCK + 16));
+        round_block(&tile[block].quads[token % TILE / QUAD], token % QUAD, load16(row + block * BLOCK), load16(row + block * BLOCK + 16));
 }
 
 // Sums [T][16] of one group of rows and the first T tokens of a tile.
 INLINE void multiply_tile(const Weight *w, const uint8_t *group, const Tokens *x, float *out, const int T, const int KIND) {
     const int num_blocks = w->size / BLOCK, stride = w->stride, is_half = w->is_half;
-    const int code_bytes = KIND <= CENTRED ? 256 : 512, scale_bytes = is_half ? 2 : 4, step = 4 * TILE;
+    const int code_bytes = KIND <= CENTRED ? 256 : 512, scale_bytes = is_half ? 2 : 4;
     for (int lane = 0; lane < GROUP; lane += SIDE) {
         side totals[TILE];
         for (int t = 0; t < T; t++) totals[t] = (side){};
@@ -97,24 +84,24 @@ INLINE void multiply_tile(const Weight *w, const uint8_t *group, const Tokens *x
             iside acc[TILE];
             if (KIND == HALVES) {
                 for (int half = 0; half < 2; half++) {
-                    for (int t = 0; t < T; t++) acc[t] = tokens->half_lifts[half][t] - (iside){};
-                    dot_bytes(acc, own, tokens->codes[0][0], step, 4 * half, 4 * half + 4, T);
+                    for (int t = 0; t < T; t++) acc[t] = OF(tokens, half_lifts[half], t) - (iside){};
+                    dot_bytes(acc, own, tokens, 4 * half, 4 * half + 4, T);
                     for (int t = 0; t < T; t++)
-                        totals[t] = fma_side(__builtin_convertvector(acc[t], side), factors[half] * tokens->scales[t], totals[t]);
+                        totals[t] = fma_side(__builtin_convertvector(acc[t], side), factors[half] * OF(tokens, scales, t), totals[t]);
                 }
                 continue;
             }
             for (int t = 0; t < T; t++) {
-                if (KIND == CENTRED) acc[t] = tokens->eights[t] - (iside){};
+                if (KIND == CENTRED) acc[t] = OF(tokens, eights, t) - (iside){};
                 else if (KIND == NIBBLES) acc[t] = (iside){};
-                else acc[t] = tokens->lifts[t] - (iside){};
+                else acc[t] = OF(tokens, lifts, t) - (iside){};
             }
-            if (KIND <= CENTRED) dot_nibbles(acc, own, tokens->codes[0][0], step, T);
-            else dot_bytes(acc, own, tokens->codes[0][0], step, 0, 8, T);
+            if (KIND <= CENTRED) dot_nibbles(acc, own, tokens, T);
+            else dot_bytes(acc, own, tokens, 0, 8, T);
             for (int t = 0; t < T; t++) {
-                totals[t] = fma_side(__builtin_convertvector(acc[t], side), factors[0] * tokens->scales[t], totals[t]);
+                totals[t] = fma_side(__builtin_convertvector(acc[t], side), factors[0] * OF(tokens, scales, t), totals[t]);
                 if (KIND == NIBBLES || KIND == OFFSET_BYTES)
-                    totals[t] = fma_side(factors[1], tokens->sums[t] - (side){}, totals[t]);
+                    totals[t] = fma_side(factors[1], OF(tokens, sums, t) - (side){}, totals[t]);
             }
         }
         for (int t = 0; t < T; t++) memcpy(out + GROUP * t + lane, &totals[t], sizeof totals[t]);

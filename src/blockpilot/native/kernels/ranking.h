@@ -103,7 +103,7 @@ static const Tokens *prepare_wanted(const Walk *walk, const Wanted *wanted, floa
         FOR_UNITS(thread, token, all, 1) prepare_token(walk, &source, token, NULL, row);
         end_stage(thread, all);
     }
-    FOR_UNITS(thread, index, wanted->count, 1) {
+    FOR_UNITS(thread, index, wanted->count, QUAD) {
         int token = wanted->rows ? wanted->rows[index] : index;
         const float *x = walk->space->x + (size_t)token * hidden;
         if (wanted->hidden) memcpy(wanted->hidden + (size_t)index * hidden, x, 4 * (size_t)hidden);

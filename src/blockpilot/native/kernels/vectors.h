@@ -43,7 +43,7 @@ INLINE ivec as_bits(vec values) { return (ivec)values; }
 INLINE vec choose16(ivec is_first, vec first, vec second) {
     return as_floats((as_bits(first) & is_first) | (as_bits(second) & ~is_first));
 }
-INLINE vec max16(vec a, vec b) { return choose16(a > b, a, b); }
+INLINE vec max16(vec a, vec b) { return __builtin_elementwise_max(a, b); }
 
 INLINE float sum16(vec v) {
     typedef float half __attribute__((vector_size(32)));
@@ -55,9 +55,17 @@ INLINE float sum16(vec v) {
 }
 
 INLINE float top16(vec v) {  // a maximum has no order
-    float best = v[0];
-    for (int lane = 1; lane < LANES; lane++) best = v[lane] > best ? v[lane] : best;
-    return best;
+    v = max16(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    v = max16(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    v = max16(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    return v[0] > v[1] ? v[0] : v[1];
+}
+
+INLINE int32_t add16(ivec v) {
+    v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    return v[0] + v[1];
 }
 
 // Whole numbers nearest to values below 2**22: adding 1.5 * 2**23 leaves them in the low bits.

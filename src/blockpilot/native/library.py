@@ -28,7 +28,7 @@ INSTRUCTIONS = {
 MAX_DIM = 256  # of a head
 MAX_LAYERS = 200  # stages of a pass are counted beforehand
 MAX_RANKED, MAX_ASKED = 64, 64  # candidates of a position; queries that attend together
-SPINS = 20_000  # how long an idle thread spins, about a quarter of a millisecond; then it sleeps
+SPINS = 100_000  # how long an idle thread spins, a millisecond or two; then it sleeps
 
 
 class WeightData(Structure):

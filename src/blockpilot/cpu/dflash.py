@@ -43,15 +43,25 @@ class CpuDFlashDrafter(DFlashDrafter):
         layers, norm = [cast(DecoderLayer, layer) for layer in model.layers], cast(RMSNorm, model.norm)
         convolution = config if config.conv_kernel_size else None
         self.layers = PackedLayers(layers, norm, model.rotary, config.layers, self.cache.capacity + 1, convolution)
-        self._embedding, self._space = cast(nn.Embedding, embed).weight, self.kernels.open_space()
+        self._embedding, self._space = cast(nn.Embedding, embed).weight.data_ptr(), self.kernels.open_space()
         self._head_ids = None if self.token_ids is None else self.token_ids.to(torch.int32).contiguous()
         self._features, self._projection = weight_of(model.fc), weight_of(self.context_projection)
         self._scores = np.empty(0, np.float32)
+        self._shown = ShownData(  # what is always the same
+            features=ctypes.pointer(self._features),
+            norm=address(cast(RMSNorm, model.hidden_norm).weight),
+            projection=ctypes.pointer(self._projection),
+        )
+        self._ranking = RankingData(token_ids=address(self._head_ids))
+        if (selector := model.candidate_selector) is not None:
+            self._ranking.rank = selector.rank
+            self._ranking.parents = selector.predecessor_codebook.data_ptr()
+            self._ranking.children = selector.successor_codebook.data_ptr()
+            self._ranking.projection = ctypes.pointer(weight_of(selector.hidden_projection))
 
     def _make_cache(self, placement: Placement) -> SlotCache:
         return PackedCache(self.model.config.layers, placement, self.kernels, num_open=MAX_BLOCK_SIZE)
 
-    @torch.inference_mode()
     def observe(self, observations: Sequence[Observation]) -> None:
         taps, rows = _shared_taps(observations)
         slots: list[int] = []
@@ -60,25 +70,14 @@ class CpuDFlashDrafter(DFlashDrafter):
             count, start = len(one.token_ids), self.cache.append(one.slot, len(one.token_ids))
             slots += [one.slot] * count
             places += range(start, start + count)
-        columns = Columns(rows, places, slots)
-        row_column, place_column, slot_column = columns.addresses
-        shown = ShownData(
-            count=len(rows),
-            size=taps.shape[1],
-            taps=taps.data_ptr(),
-            features=ctypes.pointer(self._features),
-            norm=address(cast(RMSNorm, self.model.hidden_norm).weight),
-            projection=ctypes.pointer(self._projection),
-            rows=row_column,
-            positions=place_column,
-            slots=slot_column,
-            stored=place_column,
-        )
+        columns, shown = Columns(rows, places, slots), self._shown
+        shown.rows, shown.stored, shown.slots = columns.addresses
+        shown.positions, shown.count = shown.stored, len(rows)
+        shown.taps, shown.size = taps.data_ptr(), taps.shape[1]
         self.kernels.show(self.layers.data, self.cache.data, shown)
         for one in observations:
             self.cache.keep(one.slot, range(len(one.token_ids)))
 
-    @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[HostDraft]:
         head, selector, shapes = self._head(), self.model.candidate_selector, self.layers.data
         width = self.model.config.selector_top_k if selector else max(one.num_candidates for one in requests)
@@ -103,24 +102,11 @@ class CpuDFlashDrafter(DFlashDrafter):
         batch, columns = tokens.describe(self._embedding, group, offsets, depths, rows, anchors, followers)
         *_, batch.offsets, depth_column, row_column, anchor_column, follower_column = columns.addresses
         best = _Best(len(rows), width, shapes.hidden, selector.rank if selector else 0)
-        ranking = RankingData(
-            num_best=width,
-            token_ids=address(self._head_ids),
-            depths=depth_column,
-            anchor_ids=anchor_column,
-            best_ids=address(best.ids),
-            log_probs=address(best.log_probs),
-            pairs=address(best.pairs),
-            normed=address(best.normed),
-            scores=address(self._room_for(len(rows) * head.rows)),
-            values=address(best.values),
-            gates=address(best.gates),
-        )
-        if selector is not None:
-            ranking.rank = selector.rank
-            ranking.parents = selector.predecessor_codebook.data_ptr()
-            ranking.children = selector.successor_codebook.data_ptr()
-            ranking.projection = ctypes.pointer(weight_of(selector.hidden_projection))
+        ranking, scores = self._ranking, self._room_for(len(rows) * head.rows)
+        ranking.num_best, ranking.depths, ranking.anchor_ids = width, depth_column, anchor_column
+        ranking.best_ids, ranking.log_probs, ranking.pairs = map(address, (best.ids, best.log_probs, best.pairs))
+        ranking.normed, ranking.values, ranking.gates = map(address, (best.normed, best.values, best.gates))
+        ranking.scores = address(scores)
         wanted = WantedData(count=len(rows), rows=row_column, head=ctypes.pointer(head), logits=ranking.scores)
         wanted.places = follower_column
         kept = add_sampling(wanted, [one.params for one in each])

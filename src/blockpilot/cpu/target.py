@@ -39,12 +39,12 @@ class CpuTargetRunner(TargetRunner):
         layers, norm = [cast(DecoderLayer, layer) for layer in decoder.layers], cast(RMSNorm, decoder.norm)
         self.layers = PackedLayers(layers, norm, decoder.rotary, decoder.config, self.cache.capacity)
         self._head, self._space = ctypes.pointer(weight_of(decoder.lm_head)), self.kernels.open_space()
-        self._no_logits = torch.empty(0, decoder.config.vocab_size)
+        self._embedding = decoder.embed_tokens.weight.data_ptr()
+        self._no_logits, self._taps = torch.empty(0, decoder.config.vocab_size), torch.empty(0, 0)
 
     def _make_cache(self, placement: Placement) -> SlotCache:
         return PackedCache(self.decoder.config, placement, self.kernels, num_open=MAX_TREE_NODES)
 
-    @torch.inference_mode()
     def prefill(
         self,
         chunks: Collection[tuple[int, list[int]]],
@@ -64,7 +64,6 @@ class CpuTargetRunner(TargetRunner):
         show(observations)
         return result._replace(taps=None)
 
-    @torch.inference_mode()
     def verify(
         self,
         trees: Collection[tuple[int, DraftTree]],
@@ -92,14 +91,14 @@ class CpuTargetRunner(TargetRunner):
     ) -> PassResult:
         """`rows` are those whose logits, or tokens, are asked for, with a request's `params` each. None: all."""
         config, count = self.decoder.config, len(tokens) if rows is None else len(rows)
-        places = [*([-1] * config.num_layers)]
+        places = [-1] * config.num_layers
         for place, layer in enumerate(tap_layers):
             places[layer] = place
         following = [tokens.positions[row] + 1 for row in (range(count) if rows is None else rows)]
-        embedding, group = self.decoder.embed_tokens.weight, config.num_heads // config.num_kv_heads
-        batch, columns = tokens.describe(embedding, group, places, following, rows or ())
+        group = config.num_heads // config.num_kv_heads
+        batch, columns = tokens.describe(self._embedding, group, places, following, rows or ())
         *_, tap_places, followers, wanted_rows = columns.addresses
-        taps = torch.empty(len(tokens), len(tap_layers) * config.hidden_size) if tap_layers else None
+        taps = self._room_for(len(tokens), len(tap_layers) * config.hidden_size) if tap_layers else None
         if taps is not None:
             batch.tap_places, batch.taps, batch.num_taps = tap_places, taps.data_ptr(), len(tap_layers)
         best = np.empty(count, np.int32)
@@ -116,6 +115,12 @@ class CpuTargetRunner(TargetRunner):
         self.kernels.forward(self._space, self.layers.data, self.cache.data, batch, wanted)
         del kept
         return PassResult(logits, taps, range(count), hidden, best.tolist())
+
+    def _room_for(self, count: int, width: int) -> Tensor:
+        """For taps, until the next pass: drafters read them at once."""
+        if self._taps.shape[1] != width or len(self._taps) < count:
+            self._taps = torch.empty(max(count, MAX_TREE_NODES + 1), width)
+        return self._taps
 
 
 def add_sampling(wanted: WantedData, params: Collection[SamplingParams]) -> object:

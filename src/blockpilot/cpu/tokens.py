@@ -1,14 +1,11 @@
 """The tokens of a pass, packed: where their rows go, and what each sees."""
 
+from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
-
 from blockpilot.core.tree import DraftTree
-from blockpilot.native.library import MAX_ASKED, BatchData, address
+from blockpilot.native.library import MAX_ASKED, BatchData
 
 MAX_SCORES = 1 << 15  # of one run: they shall stay in a processor's own cache
 
@@ -70,8 +67,8 @@ class Tokens:
         self.stored += range(start, start + count)
         self._ends.append(len(self.token_ids))
 
-    def describe(self, embedding: Tensor, num_grouped: int, *more: Sequence[int]) -> tuple[BatchData, "Columns"]:
-        """For the kernels; `num_grouped` heads share keys. Columns, also those of `more`, live as long as the second."""
+    def describe(self, embedding: int, num_grouped: int, *more: Sequence[int]) -> tuple[BatchData, "Columns"]:
+        """For the kernels; `embedding` is where the table lies, `num_grouped` heads share keys. Columns, also those of `more`, live as long as the second."""
         most = max(self.stored, default=0) + 1
         run_size = max(1, min(MAX_ASKED, MAX_SCORES // max(most, 1)) // num_grouped)
         runs = [start for first, end in pairwise([0, *self._ends]) for start in range(first, end, run_size)]
@@ -83,7 +80,7 @@ class Tokens:
         batch = BatchData(
             len(self), most, len(runs), run_size, run_starts, ids, positions, slots, stored, placed, keys, starts, lists
         )
-        batch.embedding = address(embedding)
+        batch.embedding = embedding
         return batch, columns
 
 
@@ -96,6 +93,6 @@ class Columns:
         for values in lists:
             starts.append(4 * len(flat))
             flat += values
-        self.array: NDArray[np.int32] = np.array(flat, np.int32)
-        first = self.array.ctypes.data
+        self.array = array("i", flat or (0,))
+        first, _ = self.array.buffer_info()
         self.addresses = [first + start for start in starts]

@@ -94,7 +94,7 @@ class LocalSite(Asker):
     def __init__(self, setup: BenchSetup) -> None:
         target = setup.target
         if isinstance(target, str):
-            target = load_target(target, torch_dtype(setup.engine.dtype))
+            target = load_target(target, torch_dtype(setup.engine.dtype), quantize=setup.engine.quantize)
         self.tokenizer = target.tokenizer
         self.fit = fit_prompts(setup.tasks, self.tokenizer, setup.config, target.decoder.config.context_length)
         engine_config = replace(

@@ -103,6 +103,10 @@ class SlotCache:
             self.keep(slot, range(count))
             start += count
 
+    def copy_rows(self, slot: int, start: int, end: int) -> Tensor:
+        """Keys and values [layers, 2, H, end - start, D] of a slot."""
+        return self.rows[:, :, slot, :, start:end].clone()
+
     def rewind(self, slot: int, length: int) -> None:
         """Forget every row behind the first `length`: what a drafter kept while it looked ahead."""
         if not 0 <= length <= self.lengths[slot]:

@@ -125,7 +125,9 @@ def _bench_here(arguments: argparse.Namespace, setup: "BenchSetup", out: Path) -
         from blockpilot.core.device import torch_dtype
         from blockpilot.models.loading import load_target
 
-        target = load_target(arguments.target, torch_dtype(setup.engine.dtype), progress)
+        target = load_target(
+            arguments.target, torch_dtype(setup.engine.dtype), progress, quantize=setup.engine.quantize
+        )
     with show_counted("answers") as report:
         return run_bench(dataclasses.replace(setup, target=target), out, report)
 

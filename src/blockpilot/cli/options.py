@@ -33,7 +33,9 @@ def add_target_options(options: Options, drafter_help: str | None = None, device
         drafter_help += " (default: auto, the one that ships for the target)"
         options.add_argument("--drafter", default="auto", metavar="MODEL", help=drafter_help)
     add_option(options, "--device", "cpu", device_help, metavar="DEVICE")
-    dtype_help = "float32, bfloat16, float16, or int8 on a CPU (default: int8 for quantized files on a CPU, else float32; "
+    dtype_help = (
+        "float32, bfloat16, float16, or int8 on a CPU (default: int8 for quantized files on a CPU, else float32; "
+    )
     dtype_help += "bfloat16 on a GPU)"
     options.add_argument("--dtype", help=dtype_help)
 
@@ -45,7 +47,8 @@ def read_fields(config_class: Any, arguments: argparse.Namespace) -> dict[str, A
 
 
 def read_engine_config(arguments: argparse.Namespace, **more: Any) -> EngineConfig:
-    return EngineConfig(device=arguments.device, dtype=arguments.dtype or "auto", **more)
+    dtype, quantize = arguments.dtype or "auto", getattr(arguments, "quantize", None)
+    return EngineConfig(device=arguments.device, dtype=dtype, quantize=quantize, **more)
 
 
 def read_list(text: str, flag: str, read: Callable[[str], _Value], advice: str) -> list[_Value]:

@@ -13,8 +13,8 @@ from blockpilot.core.config import device_type
 from blockpilot.core.errors import InputError, require_at_least
 
 if TYPE_CHECKING:
+    from blockpilot.decoding.probe import ProbeReport
     from blockpilot.engine.llm import LLM
-    from blockpilot.gpu.probe import ProbeReport
 
 _BATCH_SIZE = 16
 
@@ -44,14 +44,17 @@ def _load(arguments: argparse.Namespace) -> "LLM":
     config = read_engine_config(arguments, num_slots=arguments.batch_size)
     with show_progress(f"loading {arguments.target}") as progress:
         from blockpilot.core.device import resolve_device, torch_dtype
+        from blockpilot.decoding.probe import ProbeSizes
         from blockpilot.engine.llm import LLM, why_inexact
-        from blockpilot.gpu.probe import ProbeSizes
         from blockpilot.models.loading import load_target
 
-        if device_type(config.device) == "cpu":
+        is_cpu = device_type(config.device) == "cpu"
+        if is_cpu and config.dtype not in ("auto", "int8"):
             raise InputError(why_inexact("cpu", config.dtype))
         resolve_device(config.device)
-        target = load_target(arguments.target, torch_dtype(config.dtype), progress)
+        target = load_target(arguments.target, torch_dtype(config.dtype), progress, quantize=config.quantize)
+        if is_cpu and config.dtype == "auto" and str(target.dtype) != "torch.int8":
+            raise InputError(why_inexact("cpu", str(target.dtype).removeprefix("torch.")))
         length = min(ProbeSizes().text, target.decoder.config.context_length)
         return LLM(target, drafter=None, pilot="ar", config=replace(config, context_length=length))
 

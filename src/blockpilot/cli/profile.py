@@ -54,8 +54,6 @@ def _measure(
     """Costs of our own engine, remembered or measured now, and the file they are in."""
     config = read_engine_config(arguments, num_slots=max(batch_sizes))
     with show_progress(f"loading {arguments.target}") as progress:
-        import torch
-
         from blockpilot.core.device import resolve_device, torch_dtype
         from blockpilot.engine.llm import LLM
         from blockpilot.engine.profile import load_profile, measure, profile_key, profile_path, remember
@@ -63,7 +61,7 @@ def _measure(
         from blockpilot.models.loading import load_target
 
         resolve_device(config.device)
-        target = load_target(arguments.target, torch_dtype(config.dtype), progress)
+        target = load_target(arguments.target, torch_dtype(config.dtype), progress, quantize=config.quantize)
         length = min(max(contexts) + _ROOM, target.decoder.config.context_length)
         llm = LLM(target, drafter=arguments.drafter, pilot="ar", config=replace(config, context_length=length))
     make_plan = ProfilePlan.quick if arguments.quick else ProfilePlan.full

@@ -83,6 +83,7 @@ class EngineConfig:
 
     device: str = "cpu"
     dtype: str = "auto"  # on a GPU bfloat16; on a CPU int8 for quantized files, else float32
+    quantize: str | None = None  # pack a Hugging Face folder to 8 bits, for int8: q8_0
     num_slots: int = 8
     token_budget: int = 512  # prompt tokens prefetched into the cache per pass; long prompts go in chunks of this size
     context_length: int | None = None  # None: the target's own limit

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from blockpilot.cache.slots import SlotCache
 from blockpilot.core.device import Placement
@@ -29,3 +30,8 @@ class PackedCache(SlotCache):
 
     def _gather(self, slot: int, start: int, path: Sequence[int]) -> None:
         self._kernels.move(self._shape, self.data, slot, start, path)
+
+    def copy_rows(self, slot: int, start: int, end: int) -> Tensor:
+        rows = self.rows[:, :, slot]  # [layers, 2, H, capacity, D]
+        keys = rows[:, 0].unflatten(2, (-1, SIDE)).flatten(3).unflatten(3, (-1, SIDE)).transpose(3, 4).flatten(2, 3)
+        return torch.stack((keys[:, :, start:end], rows[:, 1, :, start:end]), dim=1)

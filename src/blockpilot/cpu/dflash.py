@@ -19,7 +19,7 @@ from blockpilot.cpu.target import add_sampling
 from blockpilot.cpu.tokens import Columns, Tokens
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import DraftRequest, Observation, join_taps
-from blockpilot.models.decoder import DecoderLayer, RMSNorm
+from blockpilot.models.decoder import DecoderLayer
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.packing import require_kernels
 from blockpilot.native.library import MAX_RANKED, RankingData, ShownData, WantedData, WeightData, address
@@ -40,7 +40,7 @@ class CpuDFlashDrafter(DFlashDrafter):
         self.kernels = require_kernels()
         super().__init__(model, placement, embed=embed, head=head, name=name)
         config = model.config
-        layers, norm = [cast(DecoderLayer, layer) for layer in model.layers], cast(RMSNorm, model.norm)
+        layers, norm = [cast(DecoderLayer, layer) for layer in model.layers], model.norm
         convolution = config if config.conv_kernel_size else None
         self.layers = PackedLayers(layers, norm, model.rotary, config.layers, self.cache.capacity + 1, convolution)
         self._embedding, self._space = cast(nn.Embedding, embed).weight.data_ptr(), self.kernels.open_space()
@@ -49,7 +49,7 @@ class CpuDFlashDrafter(DFlashDrafter):
         self._scores = np.empty(0, np.float32)
         self._shown = ShownData(  # what is always the same
             features=ctypes.pointer(self._features),
-            norm=address(cast(RMSNorm, model.hidden_norm).weight),
+            norm=address(model.hidden_norm.weight),
             projection=ctypes.pointer(self._projection),
         )
         self._ranking = RankingData(token_ids=address(self._head_ids))
@@ -84,7 +84,11 @@ class CpuDFlashDrafter(DFlashDrafter):
         width = min(width, head.rows)
         if width > MAX_RANKED:
             raise AssertionError(f"{width} candidates of a position, and there is room for {MAX_RANKED}")
-        tokens, offsets, depths, rows, starts = Tokens(), [], [], [], []
+        tokens = Tokens()
+        offsets: list[int] = []
+        depths: list[int] = []
+        rows: list[int] = []  # that are ranked
+        starts: list[int] = []
         mask_id = self.model.config.mask_token_id
         for one in requests:
             size, first = one.block_size, len(tokens)

@@ -5,7 +5,9 @@ query reads its keys in the order of positions (docs/exactness.md).
 """
 
 import ctypes
+from collections.abc import Iterator
 from collections.abc import Sequence as Collection
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import cast
 
@@ -23,7 +25,7 @@ from blockpilot.cpu.layers import PackedLayers, weight_of
 from blockpilot.cpu.tokens import Tokens
 from blockpilot.decoding.drafter import Observation
 from blockpilot.decoding.target import PassResult, Show, TargetRunner, show_nobody
-from blockpilot.models.decoder import Decoder, DecoderLayer, RMSNorm
+from blockpilot.models.decoder import Decoder, DecoderLayer
 from blockpilot.models.packing import require_kernels, require_packable
 from blockpilot.native.library import WantedData, address
 
@@ -36,11 +38,12 @@ class CpuTargetRunner(TargetRunner):
         require_packable(decoder.config, "the target")
         self.kernels = require_kernels()
         super().__init__(decoder, placement)
-        layers, norm = [cast(DecoderLayer, layer) for layer in decoder.layers], cast(RMSNorm, decoder.norm)
+        layers, norm = [cast(DecoderLayer, layer) for layer in decoder.layers], decoder.norm
         self.layers = PackedLayers(layers, norm, decoder.rotary, decoder.config, self.cache.capacity)
         self._head, self._space = ctypes.pointer(weight_of(decoder.lm_head)), self.kernels.open_space()
         self._embedding = decoder.embed_tokens.weight.data_ptr()
         self._no_logits, self._taps = torch.empty(0, decoder.config.vocab_size), torch.empty(0, 0)
+        self._records: list[Tensor] | None = None
 
     def _make_cache(self, placement: Placement) -> SlotCache:
         return PackedCache(self.decoder.config, placement, self.kernels, num_open=MAX_TREE_NODES)
@@ -91,6 +94,8 @@ class CpuTargetRunner(TargetRunner):
     ) -> PassResult:
         """`rows` are those whose logits, or tokens, are asked for, with a request's `params` each. None: all."""
         config, count = self.decoder.config, len(tokens) if rows is None else len(rows)
+        if self._records is not None:
+            tap_layers = range(config.num_layers)
         places = [-1] * config.num_layers
         for place, layer in enumerate(tap_layers):
             places[layer] = place
@@ -114,13 +119,24 @@ class CpuTargetRunner(TargetRunner):
             wanted.hidden = hidden.data_ptr()
         self.kernels.forward(self._space, self.layers.data, self.cache.data, batch, wanted)
         del kept
+        if self._records is not None and taps is not None:
+            self._records.append(taps.unflatten(1, (config.num_layers, -1)).clone())
         return PassResult(logits, taps, range(count), hidden, best.tolist())
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """Meanwhile passes note the outputs [tokens, layers, hidden] of all layers."""
+        self._records = []
+        try:
+            yield self._records
+        finally:
+            self._records = None
 
     def _room_for(self, count: int, width: int) -> Tensor:
         """For taps, until the next pass: drafters read them at once."""
         if self._taps.shape[1] != width or len(self._taps) < count:
             self._taps = torch.empty(max(count, MAX_TREE_NODES + 1), width)
-        return self._taps
+        return self._taps[:count]
 
 
 def add_sampling(wanted: WantedData, params: Collection[SamplingParams]) -> object:

@@ -68,7 +68,10 @@ class Tokens:
         self._ends.append(len(self.token_ids))
 
     def describe(self, embedding: int, num_grouped: int, *more: Sequence[int]) -> tuple[BatchData, "Columns"]:
-        """For the kernels; `embedding` is where the table lies, `num_grouped` heads share keys. Columns, also those of `more`, live as long as the second."""
+        """For the kernels; `embedding` is where the table lies, `num_grouped` heads share keys.
+
+        Columns, also those of `more`, live as long as what is returned second.
+        """
         most = max(self.stored, default=0) + 1
         run_size = max(1, min(MAX_ASKED, MAX_SCORES // max(most, 1)) // num_grouped)
         runs = [start for first, end in pairwise([0, *self._ends]) for start in range(first, end, run_size)]

@@ -49,6 +49,14 @@ class TargetRunner:
     def _make_cache(self, placement: Placement) -> SlotCache:
         return SlotCache(self.decoder.config, placement, num_open=MAX_TREE_NODES, num_spare=self.num_spare)
 
+    def can_run(self, num_requests: int, num_tokens: int) -> bool:
+        """Whether so many trees of that size fit into one pass."""
+        return True
+
+    def longest_piece(self, num_requests: int) -> int:
+        """Tokens of each prompt that one pass reads."""
+        return self.cache.capacity
+
     @torch.inference_mode()
     def prefill(
         self,

@@ -12,23 +12,22 @@ from collections.abc import Sequence as Collection
 from pathlib import Path
 from typing import overload
 
-import torch
-
 from blockpilot.core.config import EngineConfig
 from blockpilot.core.device import resolve_device, torch_dtype
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.progress import Report
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.cpu import first_difference as cpu_difference
 from blockpilot.decoding.drafter import Drafter
+from blockpilot.decoding.probe import ProbeReport, probe
 from blockpilot.engine.assemble import build_drafter, build_runner, place_target, settle_dtype
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.outbox import Update
 from blockpilot.engine.profile import ensure_costs, profile_key, read_profile
+from blockpilot.gpu import first_difference as gpu_difference
 from blockpilot.gpu.buckets import REQUESTS
 from blockpilot.gpu.device import has_triton, on_device
-from blockpilot.gpu.probe import ProbeReport, probe
-from blockpilot.gpu.target import GpuTargetRunner
 from blockpilot.models.loading import LoadedTarget, load_target
 from blockpilot.models.packing import pack_linears
 from blockpilot.models.shipped import shipped_drafter
@@ -54,7 +53,7 @@ class LLM:
         self.config = config or EngineConfig()
         resolve_device(self.config.device)  # refuse before anything is fetched
         if not isinstance(target, LoadedTarget):
-            target = load_target(target, torch_dtype(self.config.dtype), progress)
+            target = load_target(target, torch_dtype(self.config.dtype), progress, quantize=self.config.quantize)
         self.config = settle_dtype(self.config, target)
         self.target_name, self.tokenizer, decoder = target.name, target.tokenizer, target.decoder
         placement = place_target(decoder, self.config)
@@ -121,11 +120,12 @@ class LLM:
         It works in free slots, on random tokens. Requests that are open go on afterwards.
         """
         runner = self.engine.runner
-        if not self.is_exact or not isinstance(runner, GpuTargetRunner):
+        find = gpu_difference.find_difference if self.device_type == "cuda" else cpu_difference.find_difference
+        if not self.is_exact:
             raise InputError(why_inexact(self.device_type, self.config.dtype, runner.decoder.config.head_dim))
         self.engine.settle()
         with on_device(runner.device):
-            return probe(runner, seed=seed, report=report or (lambda what, done, total: None))
+            return probe(runner, find, seed=seed, report=report or (lambda what, done, total: None))
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a collection of texts too; the first match wins
@@ -237,7 +237,7 @@ class LLM:
 def why_inexact(device_type: str, dtype: str, head_dim: int | None = None) -> str:
     """Why an engine promises no bits, and what to do; `head_dim` is the target's."""
     if device_type == "cpu":
-        return f"{dtype} on a CPU has no exact path, its answers are audited by bench instead: use --device cuda"
+        return f"{dtype} on a CPU has no exact path, its answers are audited by bench instead: use --dtype int8"
     if not has_triton():
         return "without Triton a GPU has no exact path: install it with `pip install triton`"
     return f"heads of size {head_dim} in {dtype} have no exact path on this GPU: use bfloat16, or another target"

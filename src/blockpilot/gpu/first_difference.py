@@ -4,15 +4,15 @@ Both run kernel by kernel, outside of any recording, with kernels that take a fi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from blockpilot.core.tree import DraftTree
-from blockpilot.gpu.buckets import CHECK_TOKENS, PROMPT_TOKENS, REQUESTS, largest_below, round_up
+from blockpilot.decoding.probe_passes import Difference, Pass, bits, path_to, read_token
+from blockpilot.decoding.target import TargetRunner
+from blockpilot.gpu.buckets import CHECK_TOKENS, PROMPT_TOKENS, round_up
 from blockpilot.gpu.interface import Kernels, Parts
 from blockpilot.gpu.target import GpuTargetRunner
 
@@ -29,75 +29,14 @@ PRODUCTS = {  # by the kernel before it
     "norm_gated_linear": (("down product",), True),
     "add_norm": (("head",), False),
 }
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-@dataclass(frozen=True)
-class Difference:
-    operation: str | None  # None: kernel by kernel the pass is right
-    shape: str
-    token: int  # its place among its request's tokens
-
-    def __str__(self) -> str:
-        if self.operation is None:
-            return f"recorded pass ({self.shape}): token {self.token} differs; run kernel by kernel it does not"
-        return f"{self.operation} ({self.shape}): token {self.token} differs from its plain pass"
-
-
-@dataclass(frozen=True)
-class Pass:
-    """Trees (slot, tree) that are checked together behind `starts` rows, or pieces of prompts, as chains."""
-
-    trees: Sequence[tuple[int, DraftTree]]
-    starts: Sequence[int]
-    is_prompt: bool = False
-
-    def describe(self, request: int) -> str:
-        """In the words of one of its requests."""
-        tree, num_requests = self.trees[request][1], len(self.trees)
-        kind = "prompt piece" if self.is_prompt else "chain" if tree.is_chain else "tree"
-        counts = [f"{len(tree)} token{'s'[: len(tree) > 1]}", f"{num_requests} request{'s'[: num_requests > 1]}"]
-        return f"{kind} of {', '.join(counts)}, start {self.starts[request]}"
-
-    def run(self, runner: GpuTargetRunner) -> Tensor:
-        """Logits of all nodes, or of each piece's last token; valid until the next pass. Only pieces are committed."""
-        if self.is_prompt:
-            return runner.prefill([(slot, list(tree.token_ids)) for slot, tree in self.trees], ()).logits
-        result = runner.verify(self.trees, ())
-        runner.keep([(slot, ()) for slot, _ in self.trees])
-        firsts = zip(result.row_starts, self.trees, strict=True)
-        return torch.cat([result.logits[first : first + len(tree)] for first, (_, tree) in firsts])
-
-    def rewind(self, runner: GpuTargetRunner) -> None:
-        for (slot, _), start in zip(self.trees, self.starts, strict=True):
-            runner.cache.rewind(slot, start)
-
-
-def bits(values: Tensor) -> Tensor:
-    """As integers: zeros of either sign differ, and a NaN equals itself."""
-    return values.contiguous().view(_INTEGERS[values.element_size()])
-
-
-def read_token(runner: GpuTargetRunner, slot: int, token_id: int) -> Tensor:
-    """Logits [V] of a token in a plain pass of its own, valid until the next; the token is committed."""
-    logits = runner.verify([(slot, DraftTree.chain(token_id, []))], ()).logits[0]
-    runner.keep([(slot, (0,))])
-    return logits
-
-
-def path_to(tree: DraftTree, node: int) -> list[int]:
-    """The nodes from the anchor to this one."""
-    path = [node]
-    while path[-1]:
-        path.append(tree.parents[path[-1]])
-    return path[::-1]
-
-
-def find_difference(runner: GpuTargetRunner, done: Pass, request: int, node: int) -> Difference:
+def find_difference(runner: TargetRunner, done: Pass, request: int, node: int) -> Difference:
     """Of a pass that has run, where the logits of this node differ. Slots are left as the pass left them."""
+    assert isinstance(runner, GpuTargetRunner)
     slot, tree = done.trees[request]
     path, shape = path_to(tree, node), done.describe(request)
-    if done.is_prompt and len(tree) > longest_piece(runner, len(done.trees)):
+    if done.is_prompt and len(tree) > runner.longest_piece(len(done.trees)):
         return Difference("prompt in several passes", shape, node)  # each is a piece that was compared before
     done.rewind(runner)
     alone = [_trace(runner, partial(read_token, runner, slot, tree.token_ids[at])) for at in path]
@@ -110,11 +49,6 @@ def find_difference(runner: GpuTargetRunner, done: Pass, request: int, node: int
             if found[request if is_head else request * count + at] != plain[place][1][0]:
                 return Difference(operation, shape, at)
     return Difference(None, shape, node)
-
-
-def longest_piece(runner: GpuTargetRunner, num_requests: int) -> int:
-    """Tokens of each prompt that one pass reads."""
-    return largest_below(runner.max_rows // round_up(num_requests, REQUESTS), PROMPT_TOKENS)
 
 
 def _trace(runner: GpuTargetRunner, run: Callable[[], object]) -> list[tuple[str, list[int]]]:

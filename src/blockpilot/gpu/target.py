@@ -200,6 +200,9 @@ class GpuTargetRunner(TargetRunner):
     def can_run(self, num_requests: int, num_tokens: int) -> bool:
         return round_up(num_requests, REQUESTS) * round_up(num_tokens, CHECK_TOKENS) <= self.max_rows
 
+    def longest_piece(self, num_requests: int) -> int:
+        return largest_below(self.max_rows // round_up(num_requests, REQUESTS), PROMPT_TOKENS)
+
     def find_pass(
         self, slots: Collection[int], num_tokens: int, tap_layers: Collection[int], *, can_branch: bool
     ) -> CheckPass:

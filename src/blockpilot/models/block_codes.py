@@ -61,9 +61,7 @@ class BlockCodes:
         return self.codes.shape[1] // self.scales.shape[1], self.offsets is None
 
     def rows(self, order: NDArray[np.int64]) -> "BlockCodes":
-        return BlockCodes(
-            self.codes[order], self.scales[order], None if self.offsets is None else self.offsets[order]
-        )
+        return BlockCodes(self.codes[order], self.scales[order], None if self.offsets is None else self.offsets[order])
 
     def dequantize(self) -> Floats:
         blocks = self.codes.reshape(*self.scales.shape, -1) * self.scales[..., None]
@@ -110,7 +108,7 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 def _fifth_bits(blocks: Bytes, start: int) -> Bytes:
     """Of 32 codes, each as 16 or 0."""
-    return np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little") << 4
+    return np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little") * np.uint8(16)
 
 
 def _decode_q4_0(blocks: Bytes) -> _Decoded:
@@ -157,15 +155,15 @@ def _decode_q5_k(blocks: Bytes) -> _Decoded:
     scales, minima = _split_scales(blocks[..., 4:16])
     own, least = _half(blocks, 0)[..., None], _half(blocks, 2)[..., None]
     fifths = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    return _super_nibbles(blocks[..., 48:]) | (fifths << 4), own * scales, -(least * minima)
+    return _super_nibbles(blocks[..., 48:]) | fifths * np.uint8(16), own * scales, -(least * minima)
 
 
 def _decode_q6_k(blocks: Bytes) -> _Decoded:
     low = blocks[..., :128].reshape(*blocks.shape[:-1], 2, 1, 64)
     low = np.concatenate((low & 15, low >> 4), axis=-2).reshape(*blocks.shape[:-1], 2, 4, 32)
-    high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32)
-    high = high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    codes = (low | (high << 4)).view(np.int8) - np.int8(32)
+    pairs = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32)
+    high = (pairs >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3) * np.uint8(16)
+    codes = (low | high).view(np.int8) - np.int8(32)
     return codes, _half(blocks, 208)[..., None] * blocks[..., 192:208].copy().view(np.int8), None
 
 

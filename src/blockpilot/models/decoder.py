@@ -26,6 +26,12 @@ class RMSNorm(nn.RMSNorm):
     eps: float
 
 
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # values for nobody would import PyTorch's compiler, for more than a second
+            super().reset_parameters()
+
+
 class Rotary(nn.Module):
     """Rotary position embedding; cos and sin are computed once per pass and reused by every layer."""
 
@@ -156,7 +162,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

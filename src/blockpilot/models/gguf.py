@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.block_codes import INTEGER_KINDS, BlockCodes, decode_blocks, join_parts
+from blockpilot.models.block_codes import INTEGER_KINDS, BlockCodes, decode_blocks
 from blockpilot.models.config import DecoderConfig, RopeConfig, parse_decoder_config, require_values
 from blockpilot.models.decoder import Decoder, rope_frequencies
 from blockpilot.models.packing import machine_kernels, require_packable, why_unpackable
-from blockpilot.models.weights import build_decoder, decoder_names, is_coded
+from blockpilot.models.weights import attach_codes, build_decoder, decoder_names, is_coded
 from blockpilot.text.tokenizer import Tokenizer
 
 _MAGIC = b"GGUF"
@@ -58,23 +58,8 @@ def load_decoder_gguf(path: Path, dtype: torch.dtype | None) -> tuple[Decoder, T
         require_packable(config, str(path))
     decoder = build_decoder(config, tensors, where=str(path), dtype=dtype)
     if dtype == torch.int8:
-        _attach_codes(decoder, tensors)
+        attach_codes(decoder, tensors.require_codes, where=str(path))
     return decoder, tokenizer, dtype
-
-
-def _attach_codes(decoder: Decoder, tensors: "GgufTensors") -> None:
-    """Leave the stored codes on every linear layer, for whoever packs the weights."""
-    table = decoder_names(decoder.config)
-    if decoder.config.is_tied:
-        table["lm_head.weight"] = table["embed_tokens.weight"]
-    for name, module in decoder.named_modules():
-        if isinstance(module, nn.Linear) and is_coded(name):
-            parts = [tensors.require_codes(source.name) for source in table[f"{name}.weight"]]
-            shapes = [part.codes.shape for part in parts]
-            if (sum(rows for rows, _ in shapes), shapes[0][1]) != tuple(module.weight.shape):
-                where = f"{tensors.where}: wrong tensors"
-                raise InputError(f"{where}: {name} has shapes {shapes}, expected {list(module.weight.shape)} in all")
-            module.block_codes = join_parts(parts)  # type: ignore[assignment]
 
 
 def _open(path: Path) -> Any:

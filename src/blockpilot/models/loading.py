@@ -18,6 +18,7 @@ from blockpilot.models.dflash import DFlash, DFlashConfig
 from blockpilot.models.eagle3 import Eagle3, Eagle3Config
 from blockpilot.models.gguf import load_decoder_gguf
 from blockpilot.models.presets import PRESETS, fetch_preset
+from blockpilot.models.quantized_folders import quantize_folder
 from blockpilot.models.shipped import shipped_folder
 from blockpilot.models.weights import load_decoder_folder, read_config
 from blockpilot.text.tokenizer import Tokenizer
@@ -40,15 +41,25 @@ class LoadedTarget:
         return self.tokenizer.eos_token_ids or self.decoder.config.eos_token_ids
 
 
-def load_target(spec: str, dtype: torch.dtype | None, progress: Report | None = None) -> LoadedTarget:
+def load_target(
+    spec: str, dtype: torch.dtype | None, progress: Report | None = None, *, quantize: str | None = None
+) -> LoadedTarget:
     """Find, fetch where needed, and load a target with its tokenizer, on the CPU.
 
-    Without a dtype, in 8-bit integers where it is a quantized file and this machine has kernels for it, else in float32.
+    Without a dtype, in 8-bit integers where it is a quantized file and this machine has kernels for it, else in
+    float32. `quantize` packs the weights of a Hugging Face folder to 8 bits first.
     """
     path = _locate_target(spec, progress)
+    if quantize is not None and dtype not in (None, torch.int8):
+        raise InputError(f"--quantize {quantize} is for dtype int8: leave out --dtype or --quantize")
     if path.is_dir():
-        dtype = dtype or torch.float32
-        decoder, tokenizer = load_decoder_folder(path, dtype), Tokenizer.from_folder(path)
+        dtype = dtype or (torch.int8 if quantize else torch.float32)
+        weights = quantize_folder(path, quantize) if quantize else None
+        decoder, tokenizer = load_decoder_folder(path, dtype, weights=weights), Tokenizer.from_folder(path)
+    elif quantize is not None:
+        raise InputError(
+            f"--quantize packs Hugging Face folders, and {path.name} is a GGUF file: quantize it by itself"
+        )
     else:
         decoder, tokenizer, dtype = load_decoder_gguf(path, dtype)
     if tokenizer.vocab_size > decoder.config.vocab_size:

@@ -72,13 +72,14 @@ def require_kernels() -> Kernels:
 def why_unpackable(config: DecoderConfig) -> str | None:
     """Why a model of these shapes cannot run in 8-bit integers. None: it can."""
     moe = config.moe
-    inner = [moe.intermediate_size] if moe else []
-    inner += [config.intermediate_size] if moe is None or moe.dense_layers else []
-    sizes = {"hidden size": config.hidden_size, "width of attention": config.num_heads * config.head_dim}
-    sizes |= {"intermediate size": size for size in inner}
-    for name, size in sizes.items():
-        if size % 32:
-            return f"its {name} {size} is no multiple of 32"
+    sizes = [("hidden size", config.hidden_size), ("width of attention", config.num_heads * config.head_dim)]
+    if moe is not None:
+        sizes.append(("intermediate size of experts", moe.intermediate_size))
+    if moe is None or moe.dense_layers:
+        sizes.append(("intermediate size", config.intermediate_size))
+    for name, size in sizes:
+        if size % BLOCK:
+            return f"its {name} {size} is no multiple of {BLOCK}"
     if config.head_dim % 16 or config.head_dim > MAX_DIM:
         return f"its heads have {config.head_dim} numbers, and only multiples of 16 up to {MAX_DIM} are supported"
     return f"it has more than {MAX_LAYERS} layers" if config.num_layers > MAX_LAYERS else None
@@ -144,5 +145,3 @@ def rows_of(layer: nn.Module, ids: Tensor) -> nn.Linear:
     if not layer.weight.is_meta:
         found.weight = nn.Parameter(layer.weight[ids.to(layer.weight.device)], requires_grad=False)
     return found
-
-

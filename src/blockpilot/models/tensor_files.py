@@ -16,7 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +56,14 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             raise InputError(f"{path}: tensor {name} cannot be read ({error}); fetch the file again") from error
         return parts[0] if len(parts) == 1 else _unpack(*parts, where=f"{path}: {name}")
 
+    def require_codes(self, name: str) -> BlockCodes:
+        """The codes that a matrix is stored as."""
+        path, handle, stored = self._sources[name]
+        if len(stored) == 1:
+            raise InputError(f"{path}: {name} is not stored in codes: add --quantize q8_0, or use --dtype float32")
+        codes, scales = (handle.get_tensor(part) for part in stored)
+        return BlockCodes(codes.numpy(), scales.float().numpy())
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
 
@@ -81,8 +88,7 @@ def _unpack(codes: Tensor, scales: Tensor, *, where: str) -> Tensor:
     is_matrix = codes.dtype == torch.int8 and scales.dim() == 2
     if not is_matrix or codes.shape != (len(scales), scales.shape[1] * BLOCK):
         raise InputError(f"{where}: codes {list(codes.shape)} and scales {list(scales.shape)} do not belong together")
-    values = scales.float().numpy()
-    return torch.from_numpy(BlockCodes(codes.numpy(), values, np.zeros_like(values)).dequantize())
+    return torch.from_numpy(BlockCodes(codes.numpy(), scales.float().numpy()).dequantize())
 
 
 def read_safetensors_folder(folder: Path) -> SafetensorsFolder:

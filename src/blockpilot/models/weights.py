@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import read_json, write_text
+from blockpilot.models.block_codes import BlockCodes, join_parts
 from blockpilot.models.config import DecoderConfig, decoder_config_dict, parse_decoder_config
 from blockpilot.models.decoder import Decoder, Rotary, rope_frequencies
 from blockpilot.models.tensor_files import read_safetensors_folder, write_safetensors_folder
@@ -177,14 +178,37 @@ def build_decoder(config: DecoderConfig, tensors: Mapping[str, Tensor], *, where
     return decoder
 
 
-def load_decoder_folder(folder: Path, dtype: torch.dtype) -> Decoder:
-    """Read config.json and the safetensors of a Hugging Face folder."""
+def attach_codes(decoder: Decoder, codes_of: Callable[[str], BlockCodes], *, where: str) -> None:
+    """Leave the codes of checkpoint tensors on every linear layer, for whoever packs the weights."""
+    table = decoder_names(decoder.config)
+    if decoder.config.is_tied:
+        table["lm_head.weight"] = table["embed_tokens.weight"]
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.Linear) and is_coded(name):
+            parts = [codes_of(source.name) for source in table[f"{name}.weight"]]
+            shapes = [part.codes.shape for part in parts]
+            if (sum(rows for rows, _ in shapes), shapes[0][1]) != tuple(module.weight.shape):
+                expected = list(module.weight.shape)
+                raise InputError(f"{where}: wrong tensors: {name} has shapes {shapes}, expected {expected} in all")
+            module.block_codes = join_parts(parts)  # type: ignore[assignment]
+
+
+def load_decoder_folder(folder: Path, dtype: torch.dtype, *, weights: Path | None = None) -> Decoder:
+    """Read config.json and the safetensors of a Hugging Face folder. `weights`: where its tensors lie in codes."""
+    config = read_decoder_config(folder)
+    tensors = read_safetensors_folder(weights or folder)
+    decoder = build_decoder(config, tensors, where=str(folder), dtype=dtype)
+    if dtype == torch.int8:
+        attach_codes(decoder, tensors.require_codes, where=str(folder))
+    return decoder
+
+
+def read_decoder_config(folder: Path) -> DecoderConfig:
     path = folder / "config.json"
     raw = read_config(path)
     if raw.get("quantization_config"):
         raise InputError(f"{path}: quantized weights are not supported; use the unquantized model or a GGUF file")
-    config = parse_decoder_config(raw, str(path))
-    return build_decoder(config, read_safetensors_folder(folder), where=str(folder), dtype=dtype)
+    return parse_decoder_config(raw, str(path))
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 The reference is plain: one token after the other, each in a pass of its own. Against it stand prompts that are cut into
 pieces, chains and trees behind contexts of several lengths, and batches of all that. Tokens are random.
-`first_difference.py` names the operation where a pass leaves the reference.
+A runner's `first_difference.py` names the operation where a pass leaves the reference.
 """
 
 import time
@@ -18,9 +18,9 @@ from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.errors import InputError
 from blockpilot.core.progress import Progress, Report
 from blockpilot.core.tree import DraftTree
-from blockpilot.gpu.first_difference import Difference, Pass, bits, find_difference, longest_piece
-from blockpilot.gpu.plain_reading import PlainReader, PlainText, first_nodes
-from blockpilot.gpu.target import GpuTargetRunner
+from blockpilot.decoding.plain_reading import PlainReader, PlainText, first_nodes
+from blockpilot.decoding.probe_passes import Difference, FindDifference, Pass, bits
+from blockpilot.decoding.target import TargetRunner
 
 CUTS, CHAINS, TREES, BATCHES = KINDS = ("prompt cuts", "chains", "trees", "batches")
 
@@ -85,7 +85,12 @@ def _tell_nobody(what: str, done: int, total: int) -> None:
 
 
 def probe(
-    runner: GpuTargetRunner, *, seed: int = 0, report: Report = _tell_nobody, sizes: ProbeSizes | None = None
+    runner: TargetRunner,
+    find_difference: FindDifference,
+    *,
+    seed: int = 0,
+    report: Report = _tell_nobody,
+    sizes: ProbeSizes | None = None,
 ) -> ProbeReport:
     """Run all cases in free slots. The device must have nothing in flight."""
     sizes, cache = sizes or ProbeSizes(), runner.cache
@@ -93,7 +98,7 @@ def probe(
         raise InputError("all slots hold requests: probe before they come or when they have left")
     slots = [cache.reserve() for _ in range(min(cache.num_free, 1 + max(sizes.batches)))]
     try:
-        return _Prober(runner, slots, sizes, PlainReader(runner, Random(seed)), report).run()
+        return _Prober(runner, find_difference, slots, sizes, PlainReader(runner, Random(seed)), report).run()
     finally:
         for slot in reversed(slots):
             cache.free(slot)
@@ -101,7 +106,8 @@ def probe(
 
 @dataclass(eq=False)
 class _Prober:
-    runner: GpuTargetRunner
+    runner: TargetRunner
+    find_difference: FindDifference
     slots: list[int]
     sizes: ProbeSizes
     reader: PlainReader
@@ -196,7 +202,7 @@ class _Prober:
 
     def _read_together(self, texts: Sequence[PlainText]) -> None:
         """All first pieces, then all second ones, from empty slots on."""
-        longest = longest_piece(self.runner, len(texts))
+        longest = self.runner.longest_piece(len(texts))
         halves = [self._halves(len(text.token_ids)) for text in texts]
         for text in texts:
             self.runner.cache.reset(text.slot)
@@ -220,7 +226,7 @@ class _Prober:
         found = done.run(self.runner)
         differs = _rows_differ(found, torch.stack([text.logits[end] for _, text, _, end in pieces]))
         for row, (slot, text, start, end) in enumerate(pieces):
-            stored = self.runner.cache.rows[:, :, slot, :, start:end]
+            stored = self.runner.cache.copy_rows(slot, start, end)
             differs[row] |= not torch.equal(bits(stored), bits(text.rows[..., start:end, :]))
         self._note(kind, done, [(row, len(tree) - 1) for row, (_, tree) in enumerate(trees)], differs)
 
@@ -231,7 +237,7 @@ class _Prober:
         counts.rows += len(places)
         counts.differing += sum(differs)
         if any(differs) and self.difference is None:
-            self.difference = find_difference(self.runner, done, *places[list(differs).index(True)])
+            self.difference = self.find_difference(self.runner, done, *places[list(differs).index(True)])
 
 
 def _as_chain(token_ids: list[int]) -> DraftTree:

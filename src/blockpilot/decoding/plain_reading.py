@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from blockpilot.core.tree import DraftTree, tree_depths
-from blockpilot.gpu.first_difference import path_to, read_token
-from blockpilot.gpu.target import GpuTargetRunner
+from blockpilot.decoding.probe_passes import path_to, read_token
+from blockpilot.decoding.target import TargetRunner
 
 DEEPER = 0.6  # how often a node follows the one before it
 
@@ -25,7 +25,7 @@ class PlainText:
 
 
 class PlainReader:
-    def __init__(self, runner: GpuTargetRunner, random: Random) -> None:
+    def __init__(self, runner: TargetRunner, random: Random) -> None:
         self.runner, self.random = runner, random
         self._num_not_finite = torch.zeros((), dtype=torch.int64, device=runner.device)
 
@@ -54,7 +54,7 @@ class PlainReader:
             row = read_token(self.runner, slot, token_id)
             if place + 1 in ends:
                 logits[place + 1] = self._keep(row)
-        rows = self.runner.cache.rows[:, :, slot, :, :length].clone()
+        rows = self.runner.cache.copy_rows(slot, 0, length)
         return PlainText(slot, token_ids, logits, rows, draft, self.read_tree(slot, draft))
 
     def read_tree(self, slot: int, tree: DraftTree) -> Tensor:

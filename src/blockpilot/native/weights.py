@@ -80,7 +80,7 @@ class _Arena:
 
 
 def _large_pages(count: int) -> NDArray[np.uint8]:
-    memory = mmap.mmap(-1, -(-count // PAGE) * PAGE + PAGE)
+    memory = mmap.mmap(-1, -(-count // PAGE) * PAGE + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # the system has none
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -118,7 +118,7 @@ def test_a_dry_run_looks_at_the_device_first(
         (["--reference", "nowhere"], "--reference nowhere holds no benchmark run: give the --out of one"),
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--temperature", "-1"], "temperature must be 0"),
-        (["--dtype", "int8"], "unknown dtype"),
+        (["--dtype", "int3"], "unknown dtype"),
         (["--methods", "best-fixed", "--split", "all"], "measured on --split test alone"),
         (["--prompts", "nowhere.txt"], "nowhere.txt does not exist"),
     ],

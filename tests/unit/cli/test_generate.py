@@ -140,7 +140,7 @@ def test_flags_reach_the_engine(fake_llm):
 
 
 @pytest.mark.parametrize(
-    ("words", "dtype"), [([], "float32"), (["cuda"], "bfloat16"), (["cuda", "--dtype", "float16"], "float16")]
+    ("words", "dtype"), [([], "auto"), (["cuda"], "bfloat16"), (["cuda", "--dtype", "float16"], "float16")]
 )
 def test_the_dtype_suits_the_device(words, dtype, fake_llm):
     assert main(["generate", "Hi", *(["--device", *words] if words else [])]) == 0
@@ -160,7 +160,7 @@ def test_the_dtype_suits_the_device(words, dtype, fake_llm):
         (["Hi", "--seed", "-1"], "seed"),
         (["Hi", "--stop", ""], "stop string is empty"),
         (["Hi", "--stop", "a\udcff"], "stop string is not valid UTF-8 at byte 1"),
-        (["Hi", "--dtype", "int8"], "unknown dtype"),
+        (["Hi", "--dtype", "int3"], "unknown dtype"),
         (["Hi", "--device", "mps"], "unknown device 'mps': use cpu or cuda"),
         (["Hi", "--context-length", "1"], "context_length"),
         (["Hi", "--pilot", "nope"], "unknown pilot"),

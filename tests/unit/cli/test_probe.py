@@ -7,9 +7,9 @@ import pytest
 
 from blockpilot.cli.main import main
 from blockpilot.core import device
+from blockpilot.decoding.probe import Counts, ProbeReport
+from blockpilot.decoding.probe_passes import Difference
 from blockpilot.engine import llm as llm_module
-from blockpilot.gpu.first_difference import Difference
-from blockpilot.gpu.probe import Counts, ProbeReport
 from blockpilot.models import loading
 
 KEYS = ["target", "device", "dtype", "seed", "exact", "num_cases", "num_rows", "num_differing", "num_not_finite"]
@@ -36,7 +36,7 @@ def made(monkeypatch):
     found = [SAME]
     target = SimpleNamespace(name="tiny", decoder=SimpleNamespace(config=SimpleNamespace(context_length=1024)))
     monkeypatch.setattr(llm_module, "LLM", FakeLLM)
-    monkeypatch.setattr(loading, "load_target", lambda *given: target)
+    monkeypatch.setattr(loading, "load_target", lambda *given, **options: target)
     monkeypatch.setattr(device, "resolve_device", lambda name: None)
     return SimpleNamespace(asked=asked, found=found)
 
@@ -46,7 +46,7 @@ def test_a_cpu_is_refused_before_anything_is_loaded(capsys, monkeypatch):
     assert main(["probe", "--target", "no-such-model", "--dtype", "bfloat16"]) == 2
     output = capsys.readouterr()
     assert output.out == "" and output.err.count("\n") == 1
-    assert "bfloat16 on a CPU has no exact path" in output.err and "--device cuda" in output.err
+    assert "bfloat16 on a CPU has no exact path" in output.err and "--dtype int8" in output.err
 
 
 def test_the_same_bits(made, capsys):

@@ -34,13 +34,24 @@ def test_defaults_are_valid_and_frozen():
         ("token_budget", 0),
         ("context_length", 1),
         ("context_length", -5),
-        ("dtype", "int8"),
+        ("dtype", "int3"),
         ("device", "mps"),
     ],
 )
 def test_bad_values_are_named(field, value):
     with pytest.raises(InputError, match=field):
         EngineConfig(**{field: value})
+
+
+def test_8_bit_integers_run_on_a_cpu():
+    assert EngineConfig(dtype="int8").dtype == "int8"
+    with pytest.raises(InputError, match=r"dtype int8 runs on a CPU: use bfloat16 on a GPU"):
+        EngineConfig(device="cuda", dtype="int8")
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "auto"), ("cuda", "bfloat16"), ("cuda:1", "bfloat16")])
+def test_the_target_settles_what_a_cpu_runs_in(device, dtype):
+    assert EngineConfig(device=device).dtype == dtype
 
 
 def test_unknown_keys_are_an_error_that_names_the_key():

@@ -205,7 +205,7 @@ def _tiny_command(monkeypatch: pytest.MonkeyPatch) -> None:
         return LLM(target, drafter=make_dflash(), pilot=pilot, config=config)
 
     monkeypatch.setattr(llm_module, "LLM", build)
-    monkeypatch.setattr(loading, "load_target", lambda *_: make_target())
+    monkeypatch.setattr(loading, "load_target", lambda *_, **options: make_target())
 
 
 @pytest.mark.usefixtures("_tiny_command")
@@ -227,7 +227,7 @@ def test_the_command_prints_a_table_then_remembers(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--device", "cpu"], ("float32", 1, 400)),
+        (["--device", "cpu"], ("auto", 1, 400)),
         (["--device", "cuda"], ("bfloat16", 64, 400)),  # all that the target holds
         (["--device", "cuda", "--contexts", "32"], ("bfloat16", 64, 288)),
         (["--device", "cuda", "--batch-sizes", "3", "--dtype", "float16"], ("float16", 3, 400)),
@@ -244,7 +244,7 @@ def test_a_gpu_is_measured_as_its_engines_will_ask(
 
     target = make_target()
     target.decoder.config = replace(target.decoder.config, context_length=400)
-    monkeypatch.setattr(loading, "load_target", lambda *_: target)
+    monkeypatch.setattr(loading, "load_target", lambda *_, **options: target)
     monkeypatch.setattr(llm_module, "LLM", stop)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from blockpilot.core.errors import InputError
 from blockpilot.core.tree import DraftTree
+from blockpilot.decoding.probe import KINDS, ProbeReport, ProbeSizes, probe
+from blockpilot.decoding.probe_passes import Pass, bits, path_to
 from blockpilot.engine import llm as llm_module
 from blockpilot.gpu import reference
 from blockpilot.gpu import target as target_module
-from blockpilot.gpu.first_difference import Pass, bits, fingerprint, path_to
+from blockpilot.gpu.first_difference import find_difference, fingerprint
 from blockpilot.gpu.interface import AttentionLayer, Experts, Norm, Parts, PassInputs
 from blockpilot.gpu.plan import WORD
-from blockpilot.gpu.probe import KINDS, ProbeReport, ProbeSizes, probe
 from blockpilot.gpu.target import GpuTargetRunner
 from tests.tiny import make_decoder, make_llm, make_placement
 from tests.unit.gpu.late_device import make_gpu_llm
@@ -127,13 +128,13 @@ def make_runner(kernels: object, name: str = "qwen3", num_slots: int = 4, contex
 
 
 def run_with(is_wrong: Callable[..., bool], kernel: str, target: str = "qwen3") -> ProbeReport:
-    return probe(make_runner(FaultyKernels(is_wrong, kernel), target), sizes=SIZES)
+    return probe(make_runner(FaultyKernels(is_wrong, kernel), target), find_difference, sizes=SIZES)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_exact_kernels_pass(name: str) -> None:
     runner, told = make_runner(RowKernels(), name), []
-    found = probe(runner, sizes=SIZES, report=lambda what, done, total: told.append((done, total)))
+    found = probe(runner, find_difference, sizes=SIZES, report=lambda what, done, total: told.append((done, total)))
     assert found.difference is None and found.num_differing == 0 == found.num_not_finite
     assert list(found.kinds) == list(KINDS)
     chains, trees = found.kinds["chains"], found.kinds["trees"]
@@ -154,7 +155,7 @@ def test_all_passes_are_shown_to_be_what_they_are_called() -> None:
         return check(trees, *given, **options)
 
     runner._check = note  # type: ignore[method-assign]
-    probe(runner, sizes=SIZES)
+    probe(runner, find_difference, sizes=SIZES)
     assert {(1, 12, True, 60), (1, 20, False, 60), (1, 9, False, 1), (3, 5, True, 30), (4, 12, False, 80)} <= shapes
     assert {start for count, _, _, start in shapes if count == 4} == {80, 5, 30, 64}
 
@@ -171,7 +172,7 @@ def test_too_many_tokens_in_a_product() -> None:
 
     runner = make_runner(OtherOrder())
     weights.append(runner.decoder.layers[1].mlp.down_proj.weight)  # type: ignore[union-attr, arg-type]
-    found = probe(runner, sizes=SIZES)
+    found = probe(runner, find_difference, sizes=SIZES)
     assert found.difference is not None and found.difference.operation == "layer 1, down product"
     assert found.difference.shape == "chain of 12 tokens, 1 request, start 1"
     assert str(found.difference).endswith(f"token {found.difference.token} differs from its plain pass")
@@ -189,7 +190,7 @@ def test_a_tree_that_sees_one_key_too_many() -> None:
             return [*rows[:-1], *hidden[:1], rows[-1]] if is_layer and is_branch else rows
 
     runner = make_runner(Curious())
-    found = probe(runner, sizes=SIZES)
+    found = probe(runner, find_difference, sizes=SIZES)
     assert found.difference is not None and found.difference.operation == "layer 2, attention"
     assert found.difference.shape == "tree of 3 tokens, 1 request, start 1" and found.difference.token == 2
     assert found.kinds["chains"].differing == 0 == found.kinds["prompt cuts"].differing
@@ -212,7 +213,7 @@ def test_the_request_of_a_batch_that_differs_is_named() -> None:
                 _flip(mixed[inputs.count + 4 : inputs.count + 5])  # the fifth token of the second request
             return mixed
 
-    found = probe(make_runner(Mixed()), sizes=SIZES)
+    found = probe(make_runner(Mixed()), find_difference, sizes=SIZES)
     assert found.difference is not None
     assert str(found.difference) == (
         "layer 0, attention (chain of 5 tokens, 2 requests, start 30): token 4 differs from its plain pass"
@@ -248,7 +249,7 @@ def test_a_prompt_whose_last_token_is_right() -> None:
             return mixed
 
     runner = make_runner(Forgetful())
-    found = probe(runner, sizes=SIZES)
+    found = probe(runner, find_difference, sizes=SIZES)
     assert found.difference is not None
     assert str(found.difference) == (
         "layer 0, attention (prompt piece of 7 tokens, 1 request, start 0): token 5 differs from its plain pass"
@@ -264,7 +265,7 @@ def test_values_that_no_logit_shows_are_compared() -> None:
                 _flip(layer.values[int(inputs.slots[0]), 0, 9:10])  # after everybody has read it
             return mixed
 
-    found = probe(make_runner(Careless()), sizes=SIZES)
+    found = probe(make_runner(Careless()), find_difference, sizes=SIZES)
     assert found.difference is not None and found.difference.operation is None
     assert "start 7" in found.difference.shape
 
@@ -292,7 +293,7 @@ def test_a_fault_of_the_recording_alone(monkeypatch: pytest.MonkeyPatch) -> None
     """The first row of every pass, so that plain passes are wrong and most others right."""
     runner = make_runner(RowKernels())
     record(runner, monkeypatch, lambda: _flip(runner._logits[:1]))
-    found = probe(runner, sizes=SIZES)
+    found = probe(runner, find_difference, sizes=SIZES)
     assert found.difference is not None and found.difference.operation is None
     assert "run kernel by kernel it does not" in str(found.difference)
     assert found.difference.token == 1 and found.difference.shape == "chain of 2 tokens, 1 request, start 1"
@@ -302,7 +303,7 @@ def test_a_fault_of_the_recording_alone(monkeypatch: pytest.MonkeyPatch) -> None
 def test_recorded_passes_are_run_again_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(FaultyKernels(lambda ids, table: len(ids) == 3, "embed"))
     record(runner, monkeypatch, lambda: None)
-    found = probe(runner, sizes=SIZES)
+    found = probe(runner, find_difference, sizes=SIZES)
     assert found.difference is not None and found.difference.operation == "embedding"
 
 
@@ -321,17 +322,17 @@ def test_bits_see_zeros_and_numbers_that_are_none() -> None:
 def test_logits_that_are_no_numbers_are_counted() -> None:
     runner = make_runner(RowKernels())
     runner.decoder.lm_head.weight[3] = float("inf")
-    found = probe(runner, sizes=SIZES)
+    found = probe(runner, find_difference, sizes=SIZES)
     assert found.difference is None and found.num_not_finite > 0
 
 
 def test_one_slot_and_none() -> None:
     runner = make_runner(RowKernels(), num_slots=1)
-    found = probe(runner, sizes=SIZES)
+    found = probe(runner, find_difference, sizes=SIZES)
     assert found.difference is None and found.kinds["batches"].cases == 0 < found.kinds["prompt cuts"].cases
     runner.cache.reserve()
     with pytest.raises(InputError, match="all slots hold requests"):
-        probe(runner, sizes=SIZES)
+        probe(runner, find_difference, sizes=SIZES)
 
 
 def test_the_report_as_json() -> None:
@@ -354,7 +355,7 @@ def test_shapes_in_words_and_paths() -> None:
 
 def test_the_engine_on_a_cpu_says_what_to_do() -> None:
     for llm in (make_llm("llama"), make_gpu_llm("llama")):
-        with pytest.raises(InputError, match=r"float32 on a CPU has no exact path.*--device cuda"):
+        with pytest.raises(InputError, match=r"float32 on a CPU has no exact path.*--dtype int8"):
             llm.probe()
 
 
@@ -368,7 +369,7 @@ def test_what_keeps_a_gpu_from_being_exact(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_engine_probes_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """An open stream goes on as if nothing had been."""
     monkeypatch.setattr(GpuTargetRunner, "is_exact", True)
-    monkeypatch.setattr(llm_module, "probe", lambda runner, **options: probe(runner, sizes=SIZES, **options))
+    monkeypatch.setattr(llm_module, "probe", lambda runner, find, **options: probe(runner, find, sizes=SIZES, **options))
     llm = make_gpu_llm("llama", num_slots=3)
     llm.engine.runner.fused.layers.kernels = RowKernels()  # type: ignore[attr-defined]
     expected = llm.generate([[5, 6, 7]])[0].token_ids

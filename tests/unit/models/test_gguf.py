@@ -20,7 +20,7 @@ def reference(tmp_path: Path, kind: str = "llama", **options: Any) -> Any:
 
 
 def check_logits(path: Path, model: Any) -> None:
-    decoder, _ = load_decoder_gguf(path, torch.float32)
+    decoder, _, _ = load_decoder_gguf(path, torch.float32)
     assert (decoder_logits(decoder, TOKEN_IDS) - reference_logits(model, TOKEN_IDS)).abs().max() < 1e-4
 
 
@@ -42,7 +42,7 @@ def test_qwen(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
 
 def test_tokenizer_and_configuration_come_along(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", reference(tmp_path))
-    decoder, tokenizer = load_decoder_gguf(tmp_path / "tiny.gguf", torch.bfloat16)
+    decoder, tokenizer, _ = load_decoder_gguf(tmp_path / "tiny.gguf", torch.bfloat16)
     assert decoder.embed_tokens.weight.dtype == torch.bfloat16
     assert decoder.config.eos_token_ids == tokenizer.eos_token_ids == (2,)
     assert tokenizer.chat_template is not None
@@ -59,7 +59,7 @@ def test_llama3_scaling_is_recovered_from_its_factors(tmp_path: Path) -> None:
     factors = (plain / model.model.rotary_emb.inv_freq).float()
     assert factors.max() > 7.9
     write_gguf(tmp_path / "tiny.gguf", model, extra={"rope_freqs.weight": factors})
-    decoder, _ = load_decoder_gguf(tmp_path / "tiny.gguf", torch.float32)
+    decoder, _, _ = load_decoder_gguf(tmp_path / "tiny.gguf", torch.float32)
     assert (decoder.config.rope.kind, decoder.config.rope.factor) == ("llama3", 8.0)
     check_logits(tmp_path / "tiny.gguf", model)
 

@@ -4,7 +4,9 @@ Each is used as its documentation shows, greedily, one request at a time. A pack
 that an engine cannot read, raise `SkippedError` with one line that says so.
 """
 
+import ctypes
 import json
+import logging
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +20,15 @@ import torch
 
 from blockpilot import LLM, SamplingParams
 from blockpilot.bench.methods import Method
+from blockpilot.core.config import cache_dir
+from blockpilot.core.files import atomic_path, hash_file
 from blockpilot.models.export import export_drafter
 
 LOOKUP_TOKENS = 10  # the value that the documentation of transformers uses
+LLAMA_LOOKUP_TOKENS = 2  # the value that the README of llama-cpp-python gives for machines without a GPU
+LLAMA = "llama.cpp"
 GPU_PEERS = ("transformers", "transformers-static", "dflash", "transformers-compile")  # the slowest to warm up is last
-CPU_PEERS = ("transformers", "transformers-lookup", "llama.cpp")
+CPU_PEERS = ("transformers", "transformers-lookup", LLAMA, f"{LLAMA}-lookup", f"{LLAMA}-q4_0")
 
 
 class SkippedError(Exception):
@@ -66,7 +72,7 @@ class PeerSettings:
     weights: Path  # GGUF file or Hugging Face folder of the target
     drafter: str
     device: str
-    dtype: str
+    dtype: str  # of transformers
     context_length: int
     num_threads: int
     eos_token_ids: tuple[int, ...]
@@ -84,7 +90,9 @@ class Peers:
             "transformers-lookup": lambda: self._transformers(name, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
             "transformers-static": lambda: self._transformers(name, {"disable_compile": True}, is_static=True),
             "transformers-compile": lambda: self._transformers(name, {}, is_static=True),
-            "llama.cpp": lambda: LlamaCpp(self.settings),
+            LLAMA: lambda: LlamaCpp(name, self.settings),
+            f"{LLAMA}-lookup": lambda: LlamaCpp(name, self.settings, num_drafted=LLAMA_LOOKUP_TOKENS),
+            f"{LLAMA}-q4_0": lambda: LlamaCpp(name, self.settings, is_requantized=True),
             "dflash": lambda: DFlashPackage(self.settings, self._model),
         }
         return kinds[name]()
@@ -160,28 +168,30 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama.cpp on the same GGUF file, through the token loop of `llama-cpp-python`; other settings are its own."""
+    """llama.cpp on the same GGUF file, through the token loop of `llama-cpp-python`; other settings are its own.
 
-    name = "llama.cpp"
+    `num_drafted`: with the speculation of that package, prompt lookup. `is_requantized`: on the file in Q4_0.
+    """
 
-    def __init__(self, settings: PeerSettings) -> None:
-        try:
-            import llama_cpp
-        except (ImportError, OSError) as error:  # OSError: its library does not load here
-            raise SkippedError("the package llama-cpp-python is missing: pip install llama-cpp-python") from error
-        if not settings.weights.is_file():
-            raise SkippedError(f"it reads GGUF files, and the target is the folder {settings.weights.name}")
-        self.eos = frozenset(settings.eos_token_ids)
-        self.model = llama_cpp.Llama(
-            str(settings.weights),
-            n_ctx=settings.context_length,
-            n_threads=settings.num_threads,
-            n_threads_batch=settings.num_threads,
-            n_gpu_layers=0,
-            verbose=False,
-        )
-        system = llama_cpp.llama_print_system_info().decode()
-        self.about = {"llama-cpp-python": llama_cpp.__version__, "system": system}
+    def __init__(
+        self, name: str, settings: PeerSettings, *, num_drafted: int = 0, is_requantized: bool = False
+    ) -> None:
+        package = import_llama_cpp()
+        self.name, self.eos = name, frozenset(settings.eos_token_ids)
+        options: dict[str, Any] = {}
+        if num_drafted:
+            from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+            # it switches all logits on by itself, but only the argument makes room for those of long prompts
+            options = {"draft_model": LlamaPromptLookupDecoding(num_pred_tokens=num_drafted), "logits_all": True}
+        weights = requantize(settings.weights) if is_requantized else settings.weights
+        self.model = open_llama(weights, settings.context_length + num_drafted, settings.num_threads, **options)
+        self.about: dict[str, Any] = {
+            "llama-cpp-python": package.__version__,
+            "system": package.llama_print_system_info().decode(),
+            "weights": weights.name,
+            "num_drafted": num_drafted,
+        }
 
     def answer(self, prompt_ids: list[int], max_new_tokens: int) -> Reply:
         self.model.reset()  # else a prefix shared with the last prompt is not computed again
@@ -193,6 +203,50 @@ class LlamaCpp:
             if token in self.eos or len(tokens) == max_new_tokens:
                 break
         return Reply(tokens, 1, times[1] - times[0], times[-1] - times[1])
+
+
+def import_llama_cpp() -> Any:
+    """The package, which says only what went wrong."""
+    try:
+        import llama_cpp
+    except (ImportError, OSError) as error:  # OSError: its library does not load here
+        raise SkippedError("the package llama-cpp-python is missing: pip install llama-cpp-python") from error
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
+    return llama_cpp
+
+
+def open_llama(weights: Path, context_length: int, num_threads: int, **options: Any) -> Any:
+    package = import_llama_cpp()
+    require_gguf(weights)
+    options |= {"n_ctx": context_length, "n_threads": num_threads, "n_threads_batch": num_threads}
+    try:
+        return package.Llama(str(weights), n_gpu_layers=0, verbose=False, **options)
+    except ValueError as error:
+        raise SkippedError(f"llama.cpp cannot load {weights.name}: {error}") from error
+
+
+def require_gguf(weights: Path) -> None:
+    if not weights.is_file():
+        raise SkippedError(f"it reads GGUF files, and the target is the folder {weights.name}")
+
+
+def requantize(weights: Path) -> Path:
+    """The same model in Q4_0, which llama.cpp lays out anew for speed; made once, by its own quantizer's defaults.
+
+    From a file that is quantized already the weights are rounded twice: another model, and other text.
+    """
+    package = import_llama_cpp()
+    require_gguf(weights)
+    name = f"{weights.stem}-{hash_file(weights)[:12]}-{package.__version__}.Q4_0.gguf"
+    path = cache_dir() / "peers" / name
+    if path.is_file():
+        return path
+    params = package.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = package.LLAMA_FTYPE_MOSTLY_Q4_0, True
+    with atomic_path(path) as temporary:
+        if package.llama_model_quantize(str(weights).encode(), str(temporary).encode(), ctypes.byref(params)):
+            raise SkippedError(f"llama.cpp cannot quantize {weights.name}")
+    return path
 
 
 class DFlashPackage:

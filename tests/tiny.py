@@ -25,6 +25,7 @@ from blockpilot.models.loading import LoadedTarget
 from blockpilot.pilots.base import Asked, Choice, Drafted, Pilot, Selection
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.text.tokenizer import Tokenizer
+from tests.coded import give_codes
 
 VOCAB_SIZE = 61
 EOS_ID = 0
@@ -56,6 +57,15 @@ CONFIGS = {
     "qwen3": replace(_BASE, architecture="qwen3", is_tied=False),
     "qwen3_moe": replace(_BASE, architecture="qwen3_moe", moe=_MOE),
 }
+_WIDE = replace(_BASE, hidden_size=64, intermediate_size=96, head_dim=16)
+_WIDE_MOE = replace(_MOE, intermediate_size=32)
+CONFIGS |= {  # shapes that run in 8-bit integers
+    "llama-int8": _WIDE,
+    "llama-untied-int8": replace(_WIDE, rope=_LLAMA3, is_tied=False, num_kv_heads=1),
+    "qwen3-int8": replace(_WIDE, architecture="qwen3", num_kv_heads=4),
+    "qwen3_moe-int8": replace(_WIDE, architecture="qwen3_moe", moe=_WIDE_MOE),
+}
+CODED = tuple(name for name in CONFIGS if name.endswith("-int8"))
 
 
 def make_decoder(name: str = "llama", seed: int = 0) -> Decoder:
@@ -63,12 +73,21 @@ def make_decoder(name: str = "llama", seed: int = 0) -> Decoder:
     decoder = Decoder(CONFIGS[name])
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.35 if parameter.dim() > 1 else 1.0)
+    if name in CODED:
+        give_codes(decoder)
     return decoder
 
 
-def make_placement(num_slots: int = 4, context_length: int = CONTEXT_LENGTH) -> Placement:
-    device = torch.device("cpu")
-    return Placement(num_slots=num_slots, context_length=context_length, device=device, dtype=torch.float32)
+def make_placement(
+    num_slots: int = 4, context_length: int = CONTEXT_LENGTH, linear_backend: str = "plain"
+) -> Placement:
+    return Placement(
+        num_slots=num_slots,
+        context_length=context_length,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        linear_backend=linear_backend,
+    )
 
 
 def make_cache(*, num_slots: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim: int) -> SlotCache:
@@ -85,7 +104,13 @@ def make_tokenizer() -> Tokenizer:
 
 
 def make_target(name: str = "llama", seed: int = 0) -> LoadedTarget:
-    return LoadedTarget(decoder=make_decoder(name, seed), tokenizer=make_tokenizer(), name=name, path=Path("tiny"))
+    return LoadedTarget(
+        decoder=make_decoder(name, seed),
+        tokenizer=make_tokenizer(),
+        name=name,
+        path=Path("tiny"),
+        dtype=torch.int8 if name in CODED else torch.float32,
+    )
 
 
 def make_dflash(name: str = "llama", *, is_second: bool = False, seed: int = 1) -> DFlash:

@@ -22,7 +22,7 @@ from blockpilot.engine.llm import LLM
 from blockpilot.models.noise import gumbel_noise
 from blockpilot.text.prompts import Prompt
 
-GAPS = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.5}  # of scores; coarser numbers tie more often
+GAPS = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.5, "int8": 0.5}  # of scores; coarser numbers tie more often
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from blockpilot.core.progress import Report
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.cpu import first_difference as cpu_difference
+from blockpilot.cpu.target import CpuTargetRunner
 from blockpilot.decoding.drafter import Drafter
 from blockpilot.decoding.probe import ProbeReport, probe
 from blockpilot.engine.assemble import build_drafter, build_runner, place_target, settle_dtype
@@ -57,12 +58,15 @@ class LLM:
         self.config = settle_dtype(self.config, target)
         self.target_name, self.tokenizer, decoder = target.name, target.tokenizer, target.decoder
         placement = place_target(decoder, self.config)
-        self.device_type, self.linear_backend = placement.device.type, placement.linear_backend
+        self.device_type = placement.device.type
         spec = shipped_drafter(target.name) if drafter == "auto" else drafter
         self.drafter = build_drafter(spec, decoder, placement)
-        pack_linears(decoder, self.linear_backend)
+        pack_linears(decoder, placement.linear_backend)
+        runner = build_runner(decoder, placement)
+        instructions = f" {runner.kernels.name}" if isinstance(runner, CpuTargetRunner) else ""
+        self.linear_backend = placement.linear_backend + instructions
         self.engine = Engine(
-            build_runner(decoder, placement),
+            runner,
             self.tokenizer,
             drafter=self.drafter,
             context_length=placement.context_length,

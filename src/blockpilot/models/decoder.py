@@ -56,7 +56,8 @@ class Rotary(nn.Module):
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     """llama3: long wavelengths are stretched by `factor`, short ones kept, those between blended smoothly."""
-    frequencies = config.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    places = torch.arange(0, head_dim, 2, dtype=torch.float32, device=_real_device())
+    frequencies = config.theta ** -(places / head_dim)
     if config.kind == "default":
         return frequencies
     if config.kind == "linear":
@@ -65,6 +66,12 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     blend = (rotations - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     blend = blend.clamp(0, 1)
     return (1 - blend) * frequencies / config.factor + blend * frequencies
+
+
+def _real_device() -> torch.device:
+    """Arithmetic on the meta device would import PyTorch's compiler, for more than a second."""
+    device = torch.get_default_device()
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def apply_rotary(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

@@ -103,7 +103,9 @@ class CandidateSelector(nn.Module):
     def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
         super().__init__()
         self.rank = rank
-        self.predecessor_codebook = nn.Parameter(torch.randn(vocab_size, rank) * rank**-0.5)
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        if not self.predecessor_codebook.is_meta:
+            nn.init.normal_(self.predecessor_codebook, std=rank**-0.5)
         self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
 

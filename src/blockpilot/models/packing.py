@@ -107,8 +107,7 @@ def pack_linear(layer: nn.Linear, backend: str) -> nn.Module:
         return layer
     if backend == "int8":
         parts = getattr(layer, "block_codes", None)
-        if parts is not None:
-            return Int8Linear(parts, require_kernels())
+        return layer if parts is None else Int8Linear(parts, require_kernels())  # routers have none
     return MkldnnLinear(layer.weight) if torch.backends.mkldnn.is_available() else layer
 
 

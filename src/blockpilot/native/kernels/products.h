@@ -136,10 +136,13 @@ INLINE const uint8_t *group_of(const Weight *w, int group) {
     return w->data + (size_t)group * (w->size / BLOCK) * w->stride;
 }
 
-// Sums [tokens of the tile][16] of a group of rows.
+// Sums [tokens of the tile][16] of a group of rows. Where registers are few, four tokens at a time.
 INLINE void multiply(const Weight *w, int group, const Tokens *x, int tile, int count, float *out) {
-    int left = count - tile * TILE;
-    MULTIPLY[w->kind][(left < TILE ? left : TILE) - 1](w, group_of(w, group), x + (size_t)tile * (w->size / BLOCK), out);
+    const Tokens *own = x + (size_t)tile * (w->size / BLOCK);
+    int left = count - tile * TILE < TILE ? count - tile * TILE : TILE, first = SIDE == 16 || left < QUAD ? left : QUAD;
+    MULTIPLY[w->kind][first - 1](w, group_of(w, group), own, out);
+    if (left > first)
+        MULTIPLY[w->kind][left - first - 1](w, group_of(w, group), (const Tokens *)(own->quads + 1), out + GROUP * first);
 }
 
 // Codes of `rows` x `size` in the order in which they are read: `codes` one byte each, what NIBBLES and CENTRED have in

@@ -70,12 +70,12 @@ class PeerSettings:
     """What the peers are built from."""
 
     weights: Path  # GGUF file or Hugging Face folder of the target
-    drafter: str
-    device: str
-    dtype: str  # of transformers
     context_length: int
     num_threads: int
     eos_token_ids: tuple[int, ...]
+    drafter: str = ""
+    device: str = "cpu"
+    dtype: str = "float32"  # of transformers
 
 
 class Peers:
@@ -171,14 +171,21 @@ class LlamaCpp:
     """llama.cpp on the same GGUF file, through the token loop of `llama-cpp-python`; other settings are its own.
 
     `num_drafted`: with the speculation of that package, prompt lookup. `is_requantized`: on the file in Q4_0.
+    `has_all_logits`: those of every token stay in `model.scores`.
     """
 
     def __init__(
-        self, name: str, settings: PeerSettings, *, num_drafted: int = 0, is_requantized: bool = False
+        self,
+        name: str,
+        settings: PeerSettings,
+        *,
+        num_drafted: int = 0,
+        is_requantized: bool = False,
+        has_all_logits: bool = False,
     ) -> None:
         package = import_llama_cpp()
         self.name, self.eos = name, frozenset(settings.eos_token_ids)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"logits_all": has_all_logits}
         if num_drafted:
             from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 

@@ -26,18 +26,29 @@ def add_option(options: Options, flag: str, default: Any, about: str = "", **mor
     options.add_argument(flag, default=default, **given)
 
 
-def add_target_options(options: Options, drafter_help: str | None = None, device_help: str = "cpu or cuda") -> None:
-    """--target, --drafter where a help text for it is given, --device and --dtype."""
+def add_target_options(
+    options: Options,
+    drafter_help: str | None = None,
+    device_help: str = "cpu or cuda",
+    *,
+    has_integers: bool = True,
+) -> None:
+    """--target, --drafter where a help text for it is given, --device, --dtype; --quantize where int8 runs."""
     add_option(options, "--target", DEFAULT_TARGET, "preset, Hugging Face folder, GGUF file or hub id", metavar="MODEL")
     if drafter_help is not None:
         drafter_help += " (default: auto, the one that ships for the target)"
         options.add_argument("--drafter", default="auto", metavar="MODEL", help=drafter_help)
     add_option(options, "--device", "cpu", device_help, metavar="DEVICE")
+    if not has_integers:
+        dtype_help = "float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 on a GPU)"
+        options.add_argument("--dtype", help=dtype_help)
+        return
     dtype_help = (
-        "float32, bfloat16, float16, or int8 on a CPU (default: int8 for quantized files on a CPU, else float32; "
+        "float32, bfloat16, float16, or int8 on a CPU (default: bfloat16 on a GPU; on a CPU int8 for quantized "
     )
-    dtype_help += "bfloat16 on a GPU)"
-    options.add_argument("--dtype", help=dtype_help)
+    options.add_argument("--dtype", help=dtype_help + "files, else float32)")
+    quantize_help = "pack a Hugging Face folder to 8 bits for dtype int8: q8_0, kept in the cache folder"
+    options.add_argument("--quantize", metavar="FORMAT", help=quantize_help)
 
 
 def read_fields(config_class: Any, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from blockpilot.core.errors import InputError, require_at_least
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the shards; continues a run")
-    add_target_options(parser)
+    add_target_options(parser, has_integers=False)
     add_option(parser, "--num-prompts", 4096, "prompts to let the target write")
     start_help = "let written prompts begin so; several take turns, '' leaves it to the target"
     add("--start", action="append", default=[], metavar="TEXT", help=start_help)

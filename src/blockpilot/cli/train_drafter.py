@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="DIR", help="folder written by `blockpilot synthesize`")
     add("--out", type=Path, required=True, metavar="DIR", help="checkpoints, log and the drafter; continues a run")
-    add_target_options(parser, device_help="cpu or cuda; several GPUs: start with torchrun")
+    add_target_options(parser, device_help="cpu or cuda; several GPUs: start with torchrun", has_integers=False)
     add_option(parser, "--kind", "dflash", choices=("dflash", "dflash2", "eagle3"))
     add("--no-compile", action="store_true", help="run the step without torch.compile")
     add("--json", action="store_true", help="print one JSON object at the end")

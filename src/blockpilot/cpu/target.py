@@ -83,6 +83,18 @@ class CpuTargetRunner(TargetRunner):
             params = [one for one, (_, tree) in zip(params, trees, strict=False) for _ in tree.token_ids]
         return self._run(tokens, tap_layers, params, has_logits=has_logits)._replace(row_starts=starts)
 
+    def read(
+        self, token_ids: Collection[int], tap_layers: Collection[int], params: SamplingParams, *, first: int
+    ) -> PassResult:
+        """A whole text in a slot of its own: taps of all tokens; logits, hidden states and tokens from `first` on."""
+        slot, tokens = self.cache.reserve(), Tokens()
+        try:
+            tokens.add_chain(slot, self.cache.append(slot, len(token_ids)), token_ids)
+            rows = list(range(first, len(token_ids)))
+            return self._run(tokens, tap_layers, [params] * len(rows), rows=rows, has_logits=True)
+        finally:
+            self.cache.free(slot)
+
     def _run(
         self,
         tokens: Tokens,

@@ -99,7 +99,7 @@ class Collector:
 
     def _trace_group(self, group: Sequence[Answered]) -> Iterator[Trace]:
         texts = [text for _, text in group]
-        readings = read_texts(self.llm.engine.runner.decoder, texts, tap_layers=self.drafter.tap_layers)
+        readings = read_texts(self.llm.engine.runner, texts, tap_layers=self.drafter.tap_layers)
         drafted = self._draft(readings)
         for (request, text), reading, (emitted, drafts) in zip(group, readings, drafted, strict=True):
             yield Trace(

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.cpu.target import CpuTargetRunner
 from blockpilot.decoding.sampling import choose_tokens
+from blockpilot.decoding.target import TargetRunner
 from blockpilot.models.decoder import Decoder
 from blockpilot.replay.traces import PrefillColumns
 from blockpilot.training.text_passes import read_taps
@@ -56,7 +58,10 @@ def pad_ids(texts: Sequence[FinishedText], device: torch.device) -> Tensor:
 
 
 @torch.inference_mode()
-def read_texts(decoder: Decoder, texts: Sequence[FinishedText], *, tap_layers: tuple[int, ...]) -> list[Reading]:
+def read_texts(runner: TargetRunner, texts: Sequence[FinishedText], *, tap_layers: tuple[int, ...]) -> list[Reading]:
+    if isinstance(runner, CpuTargetRunner):
+        return [_read_exactly(runner, text, tap_layers) for text in texts]
+    decoder = runner.decoder
     ids = pad_ids(texts, decoder.embed_tokens.weight.device)
     hidden, taps = (x.unflatten(0, ids.shape) for x in read_taps(decoder, ids, tap_layers))  # [S, T, ...]
     audits = [_audit(decoder, text, ids[row], hidden[row]) for row, text in enumerate(texts)]
@@ -66,6 +71,19 @@ def read_texts(decoder: Decoder, texts: Sequence[FinishedText], *, tap_layers: t
     return [
         Reading(text, taps[row, : len(text.ids)], prefills[row], disagreements[row]) for row, text in enumerate(texts)
     ]
+
+
+def _read_exactly(runner: CpuTargetRunner, text: FinishedText, tap_layers: tuple[int, ...]) -> Reading:
+    """In a pass that gives the bits of decoding."""
+    first = len(text.prompt_ids)
+    found = runner.read(text.ids, tap_layers, text.params, first=first - 1)
+    assert found.taps is not None and found.hidden is not None
+    chosen = found.best_ids()
+    if text.params.is_filtered:
+        chosen = choose_tokens(found.logits, text.params, range(first, len(text.ids) + 1)).tolist()
+    disagreements = sum(ours != theirs for ours, theirs in zip(chosen, text.answer_ids, strict=False))
+    (prefill,) = _prefill_columns(found.logits[:1], found.hidden[:1])
+    return Reading(text, found.taps.clone(), prefill, disagreements)
 
 
 def _audit(decoder: Decoder, text: FinishedText, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,5 @@
 """Which compiled kernels this machine can run, and plain loops to compare them with."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -76,6 +74,3 @@ def assert_close(found: Floats, codes: BlockCodes, x: Floats) -> None:
     """A few units of float32 away from the exact sum."""
     expected, size = plain_product(codes, x)
     assert (np.abs(found - expected) <= 1e-6 * size + 1e-30).all()
-
-
-Draw = Callable[[int], NDArray[np.float32]]

@@ -14,9 +14,10 @@ from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.models.block_codes import BlockCodes
 from blockpilot.native import library
 from blockpilot.native.library import find_instructions, open_kernels
-from tests.coded import FORMS, LEAST, make_codes
+from tests.coded import FORMS, make_codes
 from tests.unit.native.pieces import RUNNABLE, Floats, assert_close, multiply, open_named, pack
 
+EXTREMES = {"nibbles": (0, 15), "centred": (-8, 7)} | dict.fromkeys(FORMS[2:], (-128, 127))  # of codes
 every_set = pytest.mark.parametrize("name", RUNNABLE)
 
 
@@ -137,22 +138,19 @@ def test_instructions_change_no_bit(form: str) -> None:
 
 
 @every_set
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "extremes"), EXTREMES.items())
 @pytest.mark.parametrize("signs", ["same", "opposite", "mixed"])
-def test_extremes_do_not_saturate(name: str, form: str, signs: str) -> None:
-    least, most = (-128 if form == "bytes" else LEAST[form]), 127 if "bytes" in form else {"halves": 127}.get(form)
-    if most is None:
-        most = 15 if form == "nibbles" else 7
-    if form == "halves":
-        least = -128
-    size, random = 96, np.random.default_rng(0)
-    rows = np.stack([np.full(size, least), np.full(size, most), random.choice([least, most], size)])
-    per_block = 2 if form == "halves" else 1
-    offsets = np.ones((3, size // 32), np.float32) if LEAST[form] == 0 else None
-    codes = BlockCodes(rows.astype(np.int8), np.full((3, per_block * size // 32), 0.5, np.float32), offsets)
-    sign = {"same": 1, "opposite": -1, "mixed": np.sign(rows[2] - 0.5)}[signs]
-    x = np.broadcast_to(np.float32(3) * sign, (5, size)).astype(np.float32)
-    assert_close(multiply(open_named(name), pack(open_named(name), codes), x), codes, x)
+def test_extremes_do_not_saturate(name: str, form: str, extremes: tuple[int, int], signs: str) -> None:
+    size, per_block = 96, 2 if form == "halves" else 1
+    mixed = np.random.default_rng(0).choice(extremes, size)
+    rows = np.stack([np.full(size, extremes[0]), np.full(size, extremes[1]), mixed, sum(extremes) - mixed])
+    offsets = np.ones((4, size // 32), np.float32) if form in ("nibbles", "offset bytes") else None
+    codes = BlockCodes(rows.astype(np.int8), np.full((4, per_block * size // 32), 0.5, np.float32), offsets)
+    x = np.full((5, size), 3, np.float32) * {"same": 1, "opposite": -1, "mixed": np.where(mixed > 0, 1, -1)}[signs]
+    kernels = open_named(name)
+    weight = pack(kernels, codes)
+    assert weight.info.kind == FORMS.index(form)
+    assert_close(multiply(kernels, weight, x.astype(np.float32)), codes, x.astype(np.float32))
 
 
 @every_set

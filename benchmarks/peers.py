@@ -12,22 +12,22 @@ Needs more than BlockPilot itself; a peer whose package is missing is skipped wi
 
 On a CPU: `transformers` (plain, and with prompt lookup), llama.cpp on the same GGUF file, plain (`llama.cpp`), with the
 prompt lookup of llama-cpp-python (`llama.cpp-lookup`), and on that file requantized to Q4_0, a layout for which it has
-faster products (`llama.cpp-q4_0`: another model, its text is its own). On a GPU: `transformers` (plain, static cache,
-static cache and compiled), the package `dflash`. Beside them BlockPilot: `ar`, `best-fixed` (chosen on calibration
-prompts) and `auto`, on a CPU in int8 where the target is a quantized file (`--dtype float32` for the other form).
-Greedy, one request at a time, the first turn of every prompt. Everyone answers the longest prompt once to warm up, then
-all answer each prompt in an order shuffled anew. Decoding is timed from the first token on; `first token` is the median
-time until then. `over llama.cpp` pairs prompts as `over ar` does.
+faster products (`llama.cpp-q4_0`: weights rounded twice, so another model with texts of its own). On a GPU:
+`transformers` (plain, static cache, static cache and compiled), the package `dflash`. Beside them BlockPilot: `ar`,
+`best-fixed` (chosen on calibration prompts) and `auto`, on a CPU in int8 where the target is a quantized file
+(`--dtype float32` for the other form). Greedy, one request at a time, the first turn of every prompt. Everyone answers
+the longest prompt once to warm up, then all answer each prompt in an order shuffled anew. Decoding is timed from the
+first token on; `first token` is the median time until then. `over llama.cpp` pairs prompts as `over ar` does.
 
 `--prefill 128,512` also times the reading of prompts of so many tokens, in turns: medians of `PREFILL_REPEATS`.
 
-The same comparison as on a CPU without AVX-512 and VNNI, with BLOCKPILOT_CPU=avx2 for us and for llama.cpp a build of
-its own (in another environment; its `system` in the manifest tells what it has):
+As on a CPU without AVX-512 and VNNI: with BLOCKPILOT_CPU for our kernels, ATEN_CPU_CAPABILITY for what PyTorch computes
+beside them, and another build of llama.cpp, in a folder of its own. The manifest says what that build has (`system`).
 
     export CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=OFF -DGGML_AVX_VNNI=OFF -DGGML_AVX2=ON -DGGML_FMA=ON"
-    CMAKE_ARGS="$CMAKE_ARGS -DGGML_F16C=ON" pip install --force-reinstall --no-deps --no-cache-dir \
-        --no-binary llama-cpp-python llama-cpp-python
-    BLOCKPILOT_CPU=avx2 python benchmarks/peers.py
+    export CMAKE_ARGS="$CMAKE_ARGS -DGGML_F16C=ON"
+    pip install --target avx2 --no-deps --no-cache-dir --no-binary llama-cpp-python llama-cpp-python
+    PYTHONPATH=avx2 BLOCKPILOT_CPU=avx2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/peers.py
 
 `--seconds` ends a run early with the rows of what is done. A round (a prompt answered by everyone) is not cut, and
 rounds take the tasks in turns. A peer that fails while it warms up is skipped like one that is missing.
@@ -71,7 +71,7 @@ from blockpilot.text.tokenizer import Tokenizer
 
 METHODS = ("ar", "best-fixed", "auto")
 READERS = ("ar", "auto", LLAMA, f"{LLAMA}-q4_0")  # whose reading of prompts `--prefill` times
-PREFILL_REPEATS = 9
+PREFILL_REPEATS = 7
 Row = dict[str, Any]
 
 
@@ -88,7 +88,6 @@ def compare(arguments: argparse.Namespace, out: Path) -> tuple[list[Row], list[R
     site = LocalSite(setup)
     places = {(task.name, prompt.id): Place(prompt, 0) for task in site.fit.tasks for prompt in task.prompts}
     judge = Judge(site.plain, setup.config, places)  # other engines round differently
-    near_tie_gap = judge.most
     if max(arguments.prefill, default=0) >= site.fit.context_length:
         raise InputError(f"--prefill {max(arguments.prefill)} does not fit the context of {site.fit.context_length}")
     with show_counted("answers, choosing best-fixed") as report:
@@ -111,7 +110,7 @@ def compare(arguments: argparse.Namespace, out: Path) -> tuple[list[Row], list[R
     read_rows = build_read_rows(read_seconds, run.manifest["id"])
     about = {contestant.name: contestant.about for contestant in contestants}
     is_complete = len(answers) == len(run.rounds) * len(contestants)
-    run.manifest |= {"is_complete": is_complete, "contestants": about, "skipped": skipped, "near_tie_gap": near_tie_gap}
+    run.manifest |= {"is_complete": is_complete, "contestants": about, "skipped": skipped, "near_tie_gap": judge.most}
     for name, lines in (("rows", rows + read_rows), ("differences", group_differences(differences))):
         write_text(out / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     manifests.write(out, run.manifest)

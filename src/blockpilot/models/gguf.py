@@ -5,9 +5,11 @@ fuses them like any other checkpoint. Two conventions differ: llama.cpp interlea
 architecture, and it stores Llama 3's rotary scaling as precomputed factors.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from blockpilot.models.packing import machine_kernels, require_packable, why_unp
 from blockpilot.models.weights import attach_codes, build_decoder, decoder_names, is_coded
 from blockpilot.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
 _MAGIC = b"GGUF"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
 _SHAPES = {  # keys of a Hugging Face config, and the fields that hold the same
@@ -52,14 +55,30 @@ def load_decoder_gguf(path: Path, dtype: torch.dtype | None) -> tuple[Decoder, T
     config = _parse_config(fields, stored, eos_token_ids=tokenizer.eos_token_ids, where=str(path))
     tensors = GgufTensors(stored, config, where=str(path))
     if dtype is None:
-        can_run = why_unpackable(config) is None and machine_kernels() is not None
-        dtype = torch.int8 if can_run and tensors.are_integers else torch.float32
+        reason = _why_no_integers(config, tensors)
+        if reason is not None and not tensors.is_float:
+            logger.warning("%s runs in float32, several times slower than in int8: %s", path.name, reason)
+        dtype = torch.int8 if reason is None else torch.float32
     elif dtype == torch.int8:
         require_packable(config, str(path))
     decoder = build_decoder(config, tensors, where=str(path), dtype=dtype)
     if dtype == torch.int8:
         attach_codes(decoder, tensors.require_codes, where=str(path))
     return decoder, tokenizer, dtype
+
+
+def _why_no_integers(config: DecoderConfig, tensors: "GgufTensors") -> str | None:
+    """Why a file cannot run in 8-bit integers on this machine. None: it can."""
+    if (reason := why_unpackable(config)) is not None:
+        return reason
+    if tensors.other is not None:
+        return _describe_kind(tensors.other)
+    return None if machine_kernels() is not None else "there are no compiled CPU kernels here"
+
+
+def _describe_kind(tensor: Any) -> str:
+    known = ", ".join(INTEGER_KINDS)
+    return f"tensor {tensor.name} has type {tensor.tensor_type.name}, which does not run in int8 (known: {known})"
 
 
 def _open(path: Path) -> Any:
@@ -98,7 +117,7 @@ class GgufTensors(Mapping[str, Tensor]):
     """Hugging Face name -> float32 tensor, dequantized when asked for."""
 
     def __init__(self, stored: Mapping[str, Any], config: DecoderConfig, *, where: str) -> None:
-        self.where = where
+        self.where, self._config = where, config
         self._sources: dict[str, tuple[Any, int | None]] = {}  # name -> tensor of the file, expert in it
         self._interleaved_heads: dict[str, int] = {}  # projection -> heads, where rows are in llama.cpp's order
         if config.architecture == "llama":
@@ -127,21 +146,23 @@ class GgufTensors(Mapping[str, Tensor]):
             data = data[_restore_row_order(torch.arange(len(data))[:, None], num_heads)[:, 0].numpy()]
         return decode_blocks(data, tensor.tensor_type.name)
 
+    @cached_property
+    def other(self) -> Any | None:
+        """The first matrix that is not stored in a form that runs in 8-bit integers; routers stay float32."""
+        coded = {source.name for name, row in decoder_names(self._config).items() if is_coded(name) for source in row}
+        if not self._config.is_tied:
+            coded.discard("model.embed_tokens.weight")
+        matrices = (tensor for name, (tensor, _) in self._sources.items() if name in coded and len(tensor.shape) > 1)
+        return next((tensor for tensor in matrices if tensor.tensor_type.name not in INTEGER_KINDS), None)
+
     @property
-    def are_integers(self) -> bool:
-        """Whether all matrices but routers are stored in a form that runs as it is."""
-        matrices = (tensor for name, (tensor, _) in self._sources.items() if is_coded(name))
-        kinds = {tensor.tensor_type.name for tensor in matrices if len(tensor.shape) > 1}
-        return kinds <= set(INTEGER_KINDS)
+    def is_float(self) -> bool:
+        return self.other is not None and self.other.tensor_type.name in ("F32", "F16", "BF16")
 
     def require_codes(self, name: str) -> BlockCodes:
         codes = self.codes(name)
         if codes is None:
-            tensor, _ = self._sources[name]
-            raise InputError(
-                f"{self.where}: tensor {tensor.name} has type {tensor.tensor_type.name}, which does not run in 8-bit "
-                f"integers (known: {', '.join(INTEGER_KINDS)}): use --dtype float32"
-            )
+            raise InputError(f"{self.where}: {_describe_kind(self._sources[name][0])}; use --dtype float32")
         return codes
 
     def __iter__(self) -> Iterator[str]:

@@ -17,8 +17,10 @@ from blockpilot.models.block_codes import BlockCodes
 from blockpilot.models.packing import require_kernels, require_packable
 from blockpilot.models.tensor_files import (
     CODES,
+    INDEX_FILE,
     METADATA,
     SCALES,
+    SINGLE_FILE,
     SafetensorsFolder,
     read_safetensors_folder,
     write_safetensors_folder,
@@ -36,7 +38,7 @@ def quantize_folder(folder: Path, kind: str) -> Path:
     require_packable(config, str(folder))
     require_kernels()
     place = cache_dir() / "quantized" / f"{folder.resolve().name}-{kind}-{_fingerprint(folder)}"
-    if not any(place.glob("model*.safetensors")):
+    if not any((place / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):  # an index is written last
         table = decoder_names(config)
         coded = {source.name for name, row in table.items() if is_coded(name) for source in row}
         if not config.is_tied:

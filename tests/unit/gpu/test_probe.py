@@ -369,7 +369,9 @@ def test_what_keeps_a_gpu_from_being_exact(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_engine_probes_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """An open stream goes on as if nothing had been."""
     monkeypatch.setattr(GpuTargetRunner, "is_exact", True)
-    monkeypatch.setattr(llm_module, "probe", lambda runner, find, **options: probe(runner, find, sizes=SIZES, **options))
+    monkeypatch.setattr(
+        llm_module, "probe", lambda runner, find, **options: probe(runner, find, sizes=SIZES, **options)
+    )
     llm = make_gpu_llm("llama", num_slots=3)
     llm.engine.runner.fused.layers.kernels = RowKernels()  # type: ignore[attr-defined]
     expected = llm.generate([[5, 6, 7]])[0].token_ids

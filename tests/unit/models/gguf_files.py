@@ -34,25 +34,35 @@ NAMES = {
 
 
 def write_gguf(
-    path: Path, model: Any, *, kind: str = "F32", extra: dict[str, Tensor] | None = None
+    path: Path,
+    model: Any,
+    *,
+    kind: str = "F32",
+    kinds: dict[str, str] | None = None,
+    extra: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Write a `transformers` model; return what each tensor is after quantization, by Hugging Face name."""
+    """Write a `transformers` model; return what each tensor is after quantization, by Hugging Face name.
+
+    `kinds` are those of projections that differ from the others.
+    """
     config = model.config
     architecture = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
     _write_settings(writer, config, architecture)
     _write_vocabulary(writer)
     stored: dict[str, Tensor] = {}
-    experts: dict[str, list[NDArray[np.float32]]] = {}
+    experts: dict[tuple[str, gguf.GGMLQuantizationType], list[NDArray[Any]]] = {}
     for name, tensor in _checkpoint_tensors(model).items():
         if ".experts." in name:
-            experts.setdefault(_expert_name(name), []).append(tensor.numpy())
-            stored[name] = tensor
+            data, quantization = _quantize(tensor.numpy(), kind)
+            experts.setdefault((_expert_name(name), quantization), []).append(data)
+            stored[name] = torch.from_numpy(np.array(gguf.dequantize(data, quantization)))
             continue
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        stored[name] = _add(writer, name, tensor, kind=kind, heads=heads if architecture == "llama" else None)
-    for full_name, parts in experts.items():
-        writer.add_tensor(full_name, np.stack(parts))
+        own = (kinds or {}).get(name.split(".")[-2], kind)
+        stored[name] = _add(writer, name, tensor, kind=own, heads=heads if architecture == "llama" else None)
+    for (full_name, quantization), parts in experts.items():
+        writer.add_tensor(full_name, np.stack(parts), raw_dtype=quantization)
     for full_name, extra_tensor in (extra or {}).items():
         writer.add_tensor(full_name, extra_tensor.numpy())
     writer.write_header_to_file()
@@ -88,13 +98,17 @@ def _add(writer: Any, name: str, tensor: Tensor, *, kind: str, heads: int | None
     rows = values.shape[0]
     if heads:  # the permutation of llama.cpp's converter
         values = values.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
-    quantization = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
-    data = gguf.quantize(values, quantization)
+    data, quantization = _quantize(values, "F32" if name.endswith("mlp.gate.weight") else kind)  # routers stay
     writer.add_tensor(_gguf_name(name), data, raw_dtype=quantization)
     values = gguf.dequantize(data, quantization)
     if heads:
         values = values.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(values.shape)
     return torch.from_numpy(np.array(values, dtype=np.float32))
+
+
+def _quantize(values: NDArray[np.float32], kind: str) -> tuple[NDArray[Any], gguf.GGMLQuantizationType]:
+    quantization = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+    return gguf.quantize(values, quantization), quantization
 
 
 def _write_settings(writer: Any, config: Any, architecture: str) -> None:

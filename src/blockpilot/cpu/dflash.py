@@ -6,7 +6,6 @@ from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from blockpilot.cache.slots import SlotCache
@@ -46,7 +45,7 @@ class CpuDFlashDrafter(DFlashDrafter):
         self._embedding, self._space = cast(nn.Embedding, embed).weight.data_ptr(), self.kernels.open_space()
         self._head_ids = None if self.token_ids is None else self.token_ids.to(torch.int32).contiguous()
         self._features, self._projection = weight_of(model.fc), weight_of(self.context_projection)
-        self._scores = np.empty(0, np.float32)
+        self._room = [np.empty(0, np.float32)] * 4
         self._shown = ShownData(  # what is always the same
             features=ctypes.pointer(self._features),
             norm=address(model.hidden_norm.weight),
@@ -105,12 +104,11 @@ class CpuDFlashDrafter(DFlashDrafter):
         group = shapes.num_heads // shapes.num_kv
         batch, columns = tokens.describe(self._embedding, group, offsets, depths, rows, anchors, followers)
         *_, batch.offsets, depth_column, row_column, anchor_column, follower_column = columns.addresses
-        best = _Best(len(rows), width, shapes.hidden, selector.rank if selector else 0)
-        ranking, scores = self._ranking, self._room_for(len(rows) * head.rows)
+        best = _Best(len(rows), width, is_paired=selector is not None)
+        ranking = self._ranking
         ranking.num_best, ranking.depths, ranking.anchor_ids = width, depth_column, anchor_column
         ranking.best_ids, ranking.log_probs, ranking.pairs = map(address, (best.ids, best.log_probs, best.pairs))
-        ranking.normed, ranking.values, ranking.gates = map(address, (best.normed, best.values, best.gates))
-        ranking.scores = address(scores)
+        self._make_room(len(rows), width, head.rows)
         wanted = WantedData(count=len(rows), rows=row_column, head=ctypes.pointer(head), logits=ranking.scores)
         wanted.places = follower_column
         kept = add_sampling(wanted, [one.params for one in each])
@@ -121,28 +119,29 @@ class CpuDFlashDrafter(DFlashDrafter):
     def _head(self) -> WeightData:
         return weight_of(getattr(self.head, "layer", self.head))  # type: ignore[arg-type]
 
-    def _room_for(self, count: int) -> NDArray[np.float32]:
-        if len(self._scores) < count:
-            self._scores = np.empty(count, np.float32)
-        return self._scores
+    def _make_room(self, count: int, width: int, num_scores: int) -> None:
+        """For what is computed on the way, kept from draft to draft."""
+        sizes = count * self.layers.data.hidden, count * num_scores, count * width, count * self._ranking.rank
+        if any(len(room) < size for room, size in zip(self._room, sizes, strict=True)):
+            self._room = [
+                np.empty(max(size, len(room)), np.float32) for size, room in zip(sizes, self._room, strict=True)
+            ]
+            ranking = self._ranking
+            ranking.normed, ranking.scores, ranking.values, ranking.gates = map(address, self._room)
 
 
 class _Best:
     """What a draft of `count` positions leaves."""
 
-    def __init__(self, count: int, width: int, hidden: int, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, count: int, width: int, *, is_paired: bool) -> None:
         self.ids = np.empty((count, width), np.int64)
         self.log_probs = np.empty((count, width), np.float32)
-        self.values = np.empty((count, width), np.float32)
-        self.pairs = np.empty((count, width, width) if rank else 0, np.float32)
-        self.normed = np.empty((count, hidden), np.float32)
-        self.gates = np.empty((count, rank), np.float32)
+        self.pairs = np.empty((count, width, width), np.float32) if is_paired else None
 
     def draft(self, start: int, request: DraftRequest) -> HostDraft:
         rows = slice(start, start + request.block_size - 1)
         first = pairs = None
-        if self.rank:
+        if self.pairs is not None:
             first, pairs = self.pairs[start, 0], self.pairs[start + 1 : rows.stop]
         found = Draft(self.ids[rows], self.log_probs[rows], first, pairs)
         return found.cut(request.block_size - 1, request.num_candidates)

@@ -5,6 +5,7 @@ query reads its keys in the order of positions (docs/exactness.md).
 """
 
 import ctypes
+from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Collection
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ class CpuTargetRunner(TargetRunner):
         self._head, self._space = ctypes.pointer(weight_of(decoder.lm_head)), self.kernels.open_space()
         self._embedding = decoder.embed_tokens.weight.data_ptr()
         self._no_logits, self._taps = torch.empty(0, decoder.config.vocab_size), torch.empty(0, 0)
+        self._views: dict[int, Tensor] = {}  # of the taps, by the number of tokens
         self._records: list[Tensor] | None = None
 
     def _make_cache(self, placement: Placement) -> SlotCache:
@@ -118,9 +120,9 @@ class CpuTargetRunner(TargetRunner):
         taps = self._room_for(len(tokens), len(tap_layers) * config.hidden_size) if tap_layers else None
         if taps is not None:
             batch.tap_places, batch.taps, batch.num_taps = tap_places, taps.data_ptr(), len(tap_layers)
-        best = np.empty(count, np.int32)
+        best = array("i", bytes(4 * count))
         wanted = WantedData(count, None if rows is None else wanted_rows, self._head)
-        wanted.places, wanted.best = followers, best.ctypes.data
+        wanted.places, (wanted.best, _) = followers, best.buffer_info()
         kept = add_sampling(wanted, params)
         logits = torch.empty(count, config.vocab_size) if has_logits else self._no_logits
         hidden: Tensor | None = None
@@ -145,10 +147,12 @@ class CpuTargetRunner(TargetRunner):
             self._records = None
 
     def _room_for(self, count: int, width: int) -> Tensor:
-        """For taps, until the next pass: drafters read them at once."""
+        """For taps [count, width], until the next pass: drafters read them at once."""
         if self._taps.shape[1] != width or len(self._taps) < count:
-            self._taps = torch.empty(max(count, MAX_TREE_NODES + 1), width)
-        return self._taps[:count]
+            self._taps, self._views = torch.empty(max(count, MAX_TREE_NODES + 1), width), {}
+        if count not in self._views:  # slicing takes longer than all else that the host does here
+            self._views[count] = self._taps[:count]
+        return self._views[count]
 
 
 def add_sampling(wanted: WantedData, params: Collection[SamplingParams]) -> object:

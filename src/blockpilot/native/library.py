@@ -123,7 +123,8 @@ def address(array: Any) -> int | None:
     """Where a NumPy array or a tensor lies; None for None. Whoever asks keeps it alive."""
     if array is None:
         return None
-    return int(array.data_ptr()) if hasattr(array, "data_ptr") else int(array.ctypes.data)
+    found: int = array.data_ptr() if hasattr(array, "data_ptr") else array.__array_interface__["data"][0]
+    return found
 
 
 def find_instructions() -> str | None:

@@ -1,6 +1,7 @@
 """The real command on the real default model, as a user would run it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -54,6 +55,7 @@ def test_counts_add_up(plain):
     assert plain["num_tokens"] == 1 + sum(plain["emitted"]) == len(plain["token_ids"])
     assert plain["num_steps"] == len(plain["block_sizes"]) == len(plain["verify_sizes"]) == len(plain["emitted"])
     assert (plain["pilot"], plain["drafter"], plain["tau"]) == ("ar", None, 1.0)
+    assert (plain["device"], plain["dtype"], plain["exact"]) == ("cpu", "int8", True)
     assert plain["text"]
 
 
@@ -87,6 +89,11 @@ def test_human_mode_streams_the_same_text(plain):
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip("\n") == plain["text"].rstrip("\n")
     assert "tokens/s" in done.stderr
+
+
+def test_where_kernels_are_not_float32_serves_and_promises_nothing():
+    found = generate(PROMPT, "--pilot", "ar", "--drafter", "none", env=os.environ | {"BLOCKPILOT_CPU": "none"})
+    assert (found["dtype"], found["exact"]) == ("float32", False) and found["text"]
 
 
 def test_interrupt_ends_cleanly():

@@ -1,10 +1,12 @@
 """The promise: whatever drafts and whatever decides, the answer is the one plain decoding gives, token for token."""
 
 import pytest
+import torch
 
 from blockpilot import SamplingParams, load_pilot
 from tests.tiny import (
     ARCHITECTURES,
+    CODED,
     CONTEXT_LENGTH,
     RandomTreePilot,
     ScriptedDrafter,
@@ -22,7 +24,8 @@ SAMPLING = {
 }
 PILOTS = ["fixed:2", "fixed:5", "fixed:16", "fixed:64", "tree:1", "tree:7", "tree:40", "tree:128"]
 DRAFTERS = ["dflash", "dflash2", "ngram"]
-EAGLE3_TARGETS = ["llama3-rope", "qwen3", "qwen3_moe"]  # each drafted token is a pass: fewer cases
+TARGETS = (*ARCHITECTURES, *CODED)
+EAGLE3_TARGETS = ["llama3-rope", "qwen3", "qwen3_moe", "llama-int8"]  # each drafted token is a pass: fewer cases
 
 
 def build(architecture: str, drafter: str):
@@ -34,7 +37,7 @@ def build(architecture: str, drafter: str):
 
 @pytest.mark.parametrize(
     ("architecture", "drafter"),
-    [(architecture, drafter) for architecture in ARCHITECTURES for drafter in DRAFTERS]
+    [(architecture, drafter) for architecture in TARGETS for drafter in DRAFTERS]
     + [(architecture, "eagle3") for architecture in EAGLE3_TARGETS],
 )
 def test_every_pilot_gives_the_plain_answer(architecture: str, drafter: str) -> None:
@@ -50,8 +53,8 @@ def test_every_pilot_gives_the_plain_answer(architecture: str, drafter: str) -> 
 
 @pytest.mark.parametrize(
     ("architecture", "drafter"),
-    [(architecture, drafter) for architecture in ARCHITECTURES for drafter in ("dflash", "dflash2")]
-    + [("qwen3", "eagle3")],
+    [(architecture, drafter) for architecture in TARGETS for drafter in ("dflash", "dflash2")]
+    + [("qwen3", "eagle3"), ("qwen3-int8", "eagle3")],
 )
 def test_random_trees_and_mixed_shapes_in_one_batch(architecture: str, drafter: str) -> None:
     llm = build(architecture, drafter)
@@ -63,8 +66,9 @@ def test_random_trees_and_mixed_shapes_in_one_batch(architecture: str, drafter: 
             assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
 
 
-def test_more_requests_than_slots_with_different_sampling() -> None:
-    llm = build("llama", "dflash")
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe-int8"])
+def test_more_requests_than_slots_with_different_sampling(architecture: str) -> None:
+    llm = build(architecture, "dflash")
     prompts = [text[: 3 + 2 * index] for index, text in enumerate(PROMPTS * 3)]
     params = [list(SAMPLING.values())[index % 4] for index in range(len(prompts))]
     alone = [
@@ -72,6 +76,20 @@ def test_more_requests_than_slots_with_different_sampling() -> None:
     ]
     together = llm.generate(prompts, params, pilot="tree:9", is_raw=True)
     assert [c.token_ids for c in together] == alone
+
+
+@pytest.mark.parametrize("architecture", CODED)
+def test_8_bit_integers_answer_alike_in_every_engine(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However prompts are cut, whoever shares a pass, with any number of threads; a drafter may be there or not."""
+    answers = []
+    for settings in ({"token_budget": 3}, {"num_slots": 1}, {"token_budget": 512}):
+        for num_threads, drafter in ((1, None), (3, make_dflash(architecture))):
+            monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
+            llm = make_llm(architecture, drafter=drafter, **settings)  # type: ignore[arg-type]
+            assert llm.is_exact and llm.engine.runner.kernels.num_threads == num_threads  # type: ignore[attr-defined]
+            found = [llm.generate(PROMPTS, params, is_raw=True) for params in SAMPLING.values()]
+            answers.append([completion.token_ids for completions in found for completion in completions])
+    assert all(one == answers[0] for one in answers)
 
 
 @pytest.mark.parametrize("shift", [0, 1])

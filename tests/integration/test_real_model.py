@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from blockpilot import LLM, EngineConfig, SamplingParams
+from blockpilot.cpu.first_difference import find_difference
+from blockpilot.decoding.probe import ProbeSizes, probe
 from blockpilot.models.dflash import DFlash, DFlashConfig
 from blockpilot.models.export import export_target
 from blockpilot.models.loading import LoadedTarget, load_target
@@ -121,7 +123,7 @@ def test_greedy_text_equals_transformers(
     target: LoadedTarget, reference: Any, record_property: Callable[[str, object], None]
 ) -> None:
     prompts = [target.tokenizer.encode_chat(prompt) for prompt in PROMPTS]
-    llm = LLM(NAME, config=EngineConfig(num_slots=10, context_length=256))
+    llm = LLM(NAME, config=EngineConfig(num_slots=10, context_length=256, dtype="float32"))
     completions = llm.generate(prompts, SamplingParams(max_new_tokens=NUM_TOKENS))
     ours = [completion.token_ids for completion in completions]
     assert sum(len(ids) for ids in ours) > 800, "answers this short prove little"
@@ -131,6 +133,30 @@ def test_greedy_text_equals_transformers(
     assert num_ties <= 1
 
 
+def test_8_bit_integers_are_the_default_and_choose_nearly_the_same_tokens(target: LoadedTarget, reference: Any) -> None:
+    """Behind the same tokens."""
+    llm = LLM(NAME, drafter=None, config=EngineConfig(num_slots=1, context_length=256))
+    assert llm.config.dtype == "int8" and llm.is_exact
+    same = total = 0
+    for prompt in PROMPTS[:3]:
+        ids = target.tokenizer.encode_chat(prompt)
+        answer = llm.generate([ids], SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True))[0].token_ids
+        logits = reference_logits(reference, torch.tensor([*ids, *answer[:-1]]))[len(ids) - 1 :]
+        same += int((logits.argmax(dim=-1) == torch.tensor(answer)).sum())
+        total += len(answer)
+    assert same >= 0.95 * total
+
+
+def test_all_passes_in_8_bit_integers_have_the_same_bits() -> None:
+    llm = LLM(NAME, drafter=None, config=EngineConfig(num_slots=3, context_length=300))
+    sizes = ProbeSizes(
+        text=90, starts=(1, 60), trees=(24,), chains=(16,), cuts=(7, 90), pieces=4, batches=(2,), short_texts=(30, 5)
+    )
+    found = probe(llm.engine.runner, find_difference, sizes=sizes)
+    assert found.difference is None and found.num_differing == 0 == found.num_not_finite
+    assert all(counts.rows > 4 for counts in found.kinds.values())
+
+
 def test_logits_match_transformers(target: LoadedTarget, reference: Any) -> None:
     for prompt in (PROMPTS[1], PROMPTS[17]):
         ids = torch.tensor(target.tokenizer.encode_chat(prompt))
@@ -138,16 +164,18 @@ def test_logits_match_transformers(target: LoadedTarget, reference: Any) -> None
         assert difference < 1e-4
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
 @pytest.mark.parametrize(("drafter", "pilot"), [("ngram", "fixed:8"), ("dflash", "fixed:16"), ("dflash", "tree:31")])
-def test_drafting_does_not_change_the_text(target: LoadedTarget, drafter: str, pilot: str) -> None:
+def test_drafting_does_not_change_the_text(target: LoadedTarget, drafter: str, pilot: str, dtype: str) -> None:
     prompts = [target.tokenizer.encode_chat(PROMPTS[index]) for index in (1, 15)]
     params = SamplingParams(max_new_tokens=48)
-    config = EngineConfig(num_slots=2, context_length=256)
+    config = EngineConfig(num_slots=2, context_length=256, dtype=dtype)
     llm = LLM(NAME, drafter=make_draft_model(target) if drafter == "dflash" else drafter, config=config)
     plain = [completion.token_ids for completion in llm.generate(prompts, params, pilot="ar")]
     drafted = [completion.token_ids for completion in llm.generate(prompts, params, pilot=pilot)]
     assert [len(ids) for ids in plain] == [48, 48]
     assert count_near_ties(target, prompts, plain, drafted) == 0
+    assert llm.is_exact == (dtype == "int8")
 
 
 def test_weights_and_tokens_equal_an_independent_reading_of_the_gguf_file(target: LoadedTarget) -> None:

@@ -7,10 +7,13 @@ import pytest
 
 from blockpilot.cli.main import main
 from blockpilot.core import device
+from blockpilot.cpu.tokens import Tokens
 from blockpilot.decoding.probe import Counts, ProbeReport
 from blockpilot.decoding.probe_passes import Difference
 from blockpilot.engine import llm as llm_module
 from blockpilot.models import loading
+from blockpilot.models.weights import save_decoder_folder
+from tests.tiny import make_decoder, make_tokenizer
 
 KEYS = ["target", "device", "dtype", "seed", "exact", "num_cases", "num_rows", "num_differing", "num_not_finite"]
 KEYS += ["seconds", "kinds", "difference"]
@@ -76,6 +79,42 @@ def test_json_is_one_object(made, capsys):
     assert value["target"] == "tiny" and value["seed"] == 3 and value["exact"] is False
     assert value["kinds"]["trees"] == {"cases": 5, "rows": 7000, "differing": 2}
     assert value["difference"] == {"operation": "layer 3, attention", "shape": DIFFERENCE.shape, "token": 5}
+
+
+@pytest.fixture
+def folder(tmp_path, model_cache):
+    """A tiny model of shapes that run in 8-bit integers."""
+    save_decoder_folder(make_decoder("qwen3-int8"), tmp_path / "tiny")
+    make_tokenizer().save(tmp_path / "tiny")
+    return str(tmp_path / "tiny")
+
+
+def test_a_folder_packed_to_8_bits_on_a_cpu(folder, capsys):
+    words = ["probe", "--target", folder, "--quantize", "q8_0", "--batch-size", "3"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == ["prompt", "chains", "trees", "batches"]
+    assert lines[-1].endswith("logit rows, bit for bit the same")
+    assert main([*words, "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert (value["device"], value["dtype"], value["exact"], value["difference"]) == ("cpu", "int8", True, None)
+
+
+def test_a_planted_fault_on_a_cpu(folder, capsys, monkeypatch):
+    add_chain = Tokens.add_chain
+
+    def add(self, slot, start, token_ids):
+        add_chain(self, slot, start, token_ids)
+        self.positions[-1] += len(token_ids) > 1
+
+    monkeypatch.setattr(Tokens, "add_chain", add)
+    assert main(["probe", "--target", folder, "--quantize", "q8_0", "--batch-size", "1"]) == 1
+    assert "First: layer 0 (chain of 5 tokens, 1 request, start 1): token 4" in capsys.readouterr().out
+
+
+def test_a_target_in_float32_is_refused_when_it_is_known(folder, capsys):
+    assert main(["probe", "--target", folder]) == 2
+    assert "float32 on a CPU has no exact path" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -31,20 +31,20 @@ actions = st.one_of(
 
 
 @cache
-def drafting_llm(drafter: str) -> LLM:
-    model = {"ngram": lambda: "ngram", "dflash": make_dflash, "dflash2": lambda: make_dflash(is_second=True)}[drafter]()
-    return make_llm(drafter=model, num_slots=NUM_SLOTS)
+def drafting_llm(target: str, drafter: str) -> LLM:
+    model = "ngram" if drafter == "ngram" else make_dflash(target, is_second=drafter == "dflash2")
+    return make_llm(target, drafter=model, num_slots=NUM_SLOTS)
 
 
 @cache
-def plain_answer(prompt: tuple[int, ...], params_index: int) -> tuple[list[int], str, str]:
-    completion = plain_llm().generate([list(prompt)], PARAMS[params_index])[0]
+def plain_answer(target: str, prompt: tuple[int, ...], params_index: int) -> tuple[list[int], str, str]:
+    completion = plain_llm(target).generate([list(prompt)], PARAMS[params_index])[0]
     return completion.token_ids, completion.text, completion.finish_reason
 
 
 @cache
-def plain_llm() -> LLM:
-    return make_llm()
+def plain_llm(target: str) -> LLM:
+    return make_llm(target)
 
 
 def make_pilot(name: str) -> Pilot:
@@ -68,7 +68,7 @@ class Run:
     """One engine under a random script, with what was asked and what came out."""
 
     def __init__(self, llm: LLM) -> None:
-        self.engine = llm.engine
+        self.engine, self.target = llm.engine, llm.target_name
         self.asked: dict[int, tuple[tuple[int, ...], int]] = {}
         self.texts: dict[int, str] = {}
 
@@ -81,7 +81,7 @@ class Run:
             self.texts[update.request_id] += update.new_text
             if update.completion is not None:
                 done = update.completion
-                expected = plain_answer(*self.asked.pop(update.request_id))
+                expected = plain_answer(self.target, *self.asked.pop(update.request_id))
                 assert (done.token_ids, done.text, done.finish_reason) == expected
                 assert self.texts[update.request_id] == done.text
                 assert done.num_tokens == 1 + sum(step.emitted for step in done.steps)
@@ -91,15 +91,26 @@ class Run:
             request_id = sorted(self.asked)[choice % len(self.asked)]
             completion = self.engine.abort(request_id)
             assert completion is not None and completion.finish_reason == "abort"
-            whole = plain_answer(*self.asked.pop(request_id))[0]
+            whole = plain_answer(self.target, *self.asked.pop(request_id))[0]
             assert completion.token_ids == whole[: completion.num_tokens]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "dflash", "dflash2"])
+@pytest.mark.parametrize(
+    ("target", "drafter"),
+    [
+        ("llama", "ngram"),
+        ("llama", "dflash"),
+        ("llama", "dflash2"),
+        ("llama-int8", "dflash"),
+        ("qwen3-int8", "dflash2"),
+    ],
+)
 @settings(max_examples=50, deadline=None)
 @given(script=st.lists(actions, max_size=20))
-def test_nothing_leaks_and_every_answer_is_the_plain_one(drafter: str, script: list[tuple[str, object]]) -> None:
-    llm = drafting_llm(drafter)
+def test_nothing_leaks_and_every_answer_is_the_plain_one(
+    target: str, drafter: str, script: list[tuple[str, object]]
+) -> None:
+    llm = drafting_llm(target, drafter)
     run = Run(llm)
     try:
         for action, argument in script:

@@ -173,17 +173,40 @@ def test_half_precision_models_give_an_estimate(tmp_path: Path) -> None:
     assert all(sum(step.emitted for step in simulate(trace, TreePilot(5))) == trace.num_anchors for trace in found)
 
 
-def test_a_reduced_head_and_rounded_weights_replay_as_they_decode(tmp_path: Path) -> None:
-    """Small blocks run from 8-bit codes online, wide passes from float weights: both must draft alike."""
-    pytest.importorskip("numba")
+def test_a_reduced_head_replays_as_it_decodes(tmp_path: Path) -> None:
+    """From packed weights, one block at a time online and many together here."""
     model = make_dflash(is_second=True)
     model.draft_token_ids = torch.arange(0, 60, 2)
-    llm = make_llm(drafter=model, linear_backend="blocks")
+    llm = make_llm(drafter=model, linear_backend="auto")
     for trace, request in zip(run_collect(llm, tmp_path, temperature=4.0), make_requests(llm), strict=True):
         params = make_config(temperature=4.0).params(request.seed)
         for size in (3, 8):
             online = llm.generate([request.prompt_ids], params, pilot=FixedPilot(size))[0]
             assert shapes(simulate(trace, FixedPilot(size))) == shapes(online.steps)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 4.0])
+@pytest.mark.parametrize("name", ["llama-int8", "qwen3_moe-int8"])
+def test_8_bit_integers_give_the_answers_of_decoding_and_an_estimate_of_drafts(
+    name: str, temperature: float, tmp_path: Path
+) -> None:
+    """At visited anchors the drafter runs as it does online; at every anchor it runs in PyTorch."""
+    model = make_dflash(name, is_second=True)
+    model.draft_token_ids = torch.arange(0, 60, 2)
+    llm = make_llm(name, drafter=model)
+    visited = run_collect(llm, tmp_path / "visited", temperature=temperature, anchors="visited", draft_sizes=())
+    for trace, request in zip(visited, make_requests(llm), strict=True):
+        params = make_config(temperature=temperature).params(request.seed)
+        for size in (3, 8):
+            online = llm.generate([request.prompt_ids], params, pilot=FixedPilot(size))[0]
+            assert online.token_ids == trace.answer_ids.tolist()
+            assert shapes(simulate(trace, FixedPilot(size))) == shapes(online.steps)
+    every = run_collect(llm, tmp_path / "every", temperature=temperature)
+    assert every.manifest["is_estimate"] and every.manifest["num_disagreements"] == 0
+    assert all(sum(step.emitted for step in simulate(trace, TreePilot(5))) == trace.num_anchors for trace in every)
+    for first, second in zip(visited, every, strict=True):
+        np.testing.assert_array_equal(first.prefill.probabilities, second.prefill.probabilities)
+    assert llm.engine.runner.cache.num_free == 4
 
 
 def test_the_context_limits_an_answer(tmp_path: Path) -> None:

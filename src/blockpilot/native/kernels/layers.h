@@ -215,9 +215,9 @@ static void multiply_parts(
     int chunk = chunk_of(thread, total);
     while ((first = claim(thread, chunk)) < total) {
         int last = first + chunk < total ? first + chunk : total;
-        for (int tile = 0; tile < num_tiles(count); tile++) {
-            int tokens = count - tile * TILE < TILE ? count - tile * TILE : TILE;
+        for (int tile = 0; tile < num_tiles(count); tile++)
             for (int group = first; group < last; group++) {
+                int tokens = count - tile * TILE < TILE ? count - tile * TILE : TILE;
                 float sums[TILE * GROUP], ups[TILE * GROUP];
                 const Weight *w = parts;
                 int own = group;
@@ -226,7 +226,6 @@ static void multiply_parts(
                 if (is_gated) multiply(parts + 1, group, x, tile, count, ups);
                 finish_sums(target, sums, ups, group, rows, tile * TILE, tokens);
             }
-        }
         note_done(thread, last - first);
     }
     end_stage(thread, total);

@@ -12,6 +12,7 @@
 #include "threads.h"
 
 #define GROUP 16  // rows of weights that lie side by side
+#define FEW 16  // tokens of a pass whose weights are not kept in larger caches
 #define AHEAD 4096  // bytes of weights that are called for before they are needed; the next rows follow these
 
 typedef struct {
@@ -59,8 +60,11 @@ static void round_row(Tokens *all, int token, const float *row, int size) {
         round_block(&tile[block].quads[token % TILE / QUAD], token % QUAD, load16(row + block * BLOCK), load16(row + block * BLOCK + 16));
 }
 
-// Sums [T][16] of one group of rows and the first T tokens of a tile.
-INLINE void multiply_tile(const Weight *w, const uint8_t *group, const Tokens *x, float *out, const int T, const int KIND) {
+// Sums [T][16] of one group of rows and the first T tokens of a tile. With few tokens the group passes
+// by the larger caches, so that keys, drafters and the interpreter stay there.
+INLINE void multiply_tile(
+    const Weight *w, const uint8_t *group, const Tokens *x, float *out, int is_few, const int T, const int KIND
+) {
     const int num_blocks = w->size / BLOCK, stride = w->stride, is_half = w->is_half;
     const int code_bytes = KIND <= CENTRED ? 256 : 512, scale_bytes = is_half ? 2 : 4;
     for (int lane = 0; lane < GROUP; lane += SIDE) {
@@ -69,7 +73,10 @@ INLINE void multiply_tile(const Weight *w, const uint8_t *group, const Tokens *x
         const uint8_t *codes = group;
         for (int b = 0; b < num_blocks; b++, codes += stride) {
             const Tokens *tokens = x + b;
-            for (int line = 0; line < code_bytes + 64; line += 64) __builtin_prefetch(codes + AHEAD + line);
+            for (int line = 0; line < code_bytes + 64; line += 64) {
+                if (is_few) __builtin_prefetch(codes + AHEAD + line, 0, 0);
+                else __builtin_prefetch(codes + AHEAD + line);
+            }
             const uint8_t *own = codes + 4 * lane;
             const uint8_t *numbers = codes + code_bytes + scale_bytes * lane;
             side factors[2];
@@ -108,11 +115,11 @@ INLINE void multiply_tile(const Weight *w, const uint8_t *group, const Tokens *x
     }
 }
 
-typedef void (*Multiply)(const Weight *, const uint8_t *, const Tokens *, float *);
+typedef void (*Multiply)(const Weight *, const uint8_t *, const Tokens *, float *, int);
 
 #define TILE_OF(KIND, T) \
-    static void multiply_##KIND##_##T(const Weight *w, const uint8_t *group, const Tokens *x, float *out) { \
-        multiply_tile(w, group, x, out, T, KIND); \
+    static void multiply_##KIND##_##T(const Weight *w, const uint8_t *group, const Tokens *x, float *out, int is_few) { \
+        multiply_tile(w, group, x, out, is_few, T, KIND); \
     }
 #define TILES_OF(KIND) \
     TILE_OF(KIND, 1) TILE_OF(KIND, 2) TILE_OF(KIND, 3) TILE_OF(KIND, 4) \
@@ -140,9 +147,12 @@ INLINE const uint8_t *group_of(const Weight *w, int group) {
 INLINE void multiply(const Weight *w, int group, const Tokens *x, int tile, int count, float *out) {
     const Tokens *own = x + (size_t)tile * (w->size / BLOCK);
     int left = count - tile * TILE < TILE ? count - tile * TILE : TILE, first = SIDE == 16 || left < QUAD ? left : QUAD;
-    MULTIPLY[w->kind][first - 1](w, group_of(w, group), own, out);
+    int is_few = count <= FEW;
+    MULTIPLY[w->kind][first - 1](w, group_of(w, group), own, out, is_few);
     if (left > first)
-        MULTIPLY[w->kind][left - first - 1](w, group_of(w, group), (const Tokens *)(own->quads + 1), out + GROUP * first);
+        MULTIPLY[w->kind][left - first - 1](
+            w, group_of(w, group), (const Tokens *)(own->quads + 1), out + GROUP * first, is_few
+        );
 }
 
 // Codes of `rows` x `size` in the order in which they are read: `codes` one byte each, what NIBBLES and CENTRED have in

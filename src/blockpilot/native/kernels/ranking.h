@@ -48,7 +48,7 @@ static void finish_rows(const Wanted *wanted, const Tokens *x, Best *found, Thre
     Best *own = found + (size_t)thread->index * count;
     while ((first = claim(thread, chunk)) < total) {
         int last = first + chunk < total ? first + chunk : total;
-        for (int tile = 0; tile < num_tiles(count); tile++) {
+        for (int tile = 0; tile < num_tiles(count); tile++)
             for (int group = first; group < last; group++) {
                 float sums[TILE * GROUP];
                 multiply(head, group, x, tile, count, sums);
@@ -64,7 +64,6 @@ static void finish_rows(const Wanted *wanted, const Tokens *x, Best *found, Thre
                     note_best(own + token, values, ids);
                 }
             }
-        }
         note_done(thread, last - first);
     }
     end_stage(thread, total);

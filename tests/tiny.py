@@ -58,7 +58,7 @@ CONFIGS = {
     "qwen3_moe": replace(_BASE, architecture="qwen3_moe", moe=_MOE),
 }
 _WIDE = replace(_BASE, hidden_size=64, intermediate_size=96, head_dim=16)
-_WIDE_MOE = replace(_MOE, intermediate_size=32)
+_WIDE_MOE = replace(_MOE, intermediate_size=32, is_normalized=False)
 CONFIGS |= {  # shapes that run in 8-bit integers
     "llama-int8": _WIDE,
     "llama-untied-int8": replace(_WIDE, rope=_LLAMA3, is_tied=False, num_kv_heads=1),

@@ -150,7 +150,15 @@ def test_8_bit_integers_are_the_default_and_choose_nearly_the_same_tokens(target
 def test_all_passes_in_8_bit_integers_have_the_same_bits() -> None:
     llm = LLM(NAME, drafter=None, config=EngineConfig(num_slots=3, context_length=300))
     sizes = ProbeSizes(
-        text=90, starts=(1, 60), trees=(24,), chains=(16,), cuts=(7, 90), pieces=4, batches=(2,), short_texts=(30, 5)
+        text=70,
+        starts=(1, 60),
+        trees=(16,),
+        chains=(9,),
+        cuts=(7, 70),
+        pieces=4,
+        batches=(2,),
+        short_texts=(30, 5),
+        drafts=(9, 3),
     )
     found = probe(llm.engine.runner, find_difference, sizes=sizes)
     assert found.difference is None and found.num_differing == 0 == found.num_not_finite

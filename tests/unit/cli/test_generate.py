@@ -139,6 +139,12 @@ def test_flags_reach_the_engine(fake_llm):
     assert (made.config.dtype, made.config.context_length, made.config.num_slots) == ("bfloat16", 99, 1)
 
 
+def test_a_format_to_quantize_to_reaches_the_engine(fake_llm):
+    assert main(["generate", "Hi", "--quantize", "q8_0"]) == 0
+    assert main(["generate", "Hi", "--dtype", "int8"]) == 0
+    assert [(made.config.dtype, made.config.quantize) for made in fake_llm.made] == [("auto", "q8_0"), ("int8", None)]
+
+
 @pytest.mark.parametrize(
     ("words", "dtype"), [([], "auto"), (["cuda"], "bfloat16"), (["cuda", "--dtype", "float16"], "float16")]
 )
@@ -161,6 +167,7 @@ def test_the_dtype_suits_the_device(words, dtype, fake_llm):
         (["Hi", "--stop", ""], "stop string is empty"),
         (["Hi", "--stop", "a\udcff"], "stop string is not valid UTF-8 at byte 1"),
         (["Hi", "--dtype", "int3"], "unknown dtype"),
+        (["Hi", "--dtype", "int8", "--device", "cuda"], "dtype int8 runs on a CPU"),
         (["Hi", "--device", "mps"], "unknown device 'mps': use cpu or cuda"),
         (["Hi", "--context-length", "1"], "context_length"),
         (["Hi", "--pilot", "nope"], "unknown pilot"),

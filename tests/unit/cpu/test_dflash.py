@@ -1,6 +1,8 @@
 """Drafts of compiled passes: near those of PyTorch with the same weights, and the same bits in every batch."""
 
+import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,6 +108,32 @@ def test_drafts_lie_near_those_of_pytorch(name: str, is_second: bool, is_reduced
 
 def same_ids(one: HostDraft, other: HostDraft, place: int) -> bool:
     return bool((one.token_ids[place] == other.token_ids[place]).all())
+
+
+@both_kinds
+@both_heads
+@both_params
+def test_hidden_states_are_ranked_as_in_pytorch(
+    is_second: bool, is_reduced: bool, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the same states the same tokens, with the same scores of pairs."""
+    drafter = make_drafter(is_second=is_second, is_reduced=is_reduced)
+    forward, states = drafter.kernels.forward, []
+
+    def run(space: Any, model: Any, cache: Any, batch: Any, wanted: Any, ranking: Any) -> None:
+        forward(space, model, cache, batch, wanted, ranking)
+        normed = (ctypes.c_float * (wanted.count * model.hidden)).from_address(ranking.normed)
+        states.extend(torch.tensor(normed).view(wanted.count, model.hidden).split(11))
+
+    monkeypatch.setattr(drafter.kernels, "forward", run)
+    drafter.observe(make_observations())
+    requests = [request(slot, 12, 5, params) for slot in range(3)]
+    for one, found, hidden in zip(requests, drafter.propose(requests), states, strict=True):
+        expected = drafter._rank_one(one, drafter.head(hidden), hidden).map(lambda part: part[0].numpy())
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+        for name in ("log_probs", "first", "pairwise"):
+            if getattr(expected, name) is not None:
+                np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=1e-4)
 
 
 @both_kinds

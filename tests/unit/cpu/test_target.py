@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -118,6 +119,21 @@ def test_prompts_may_be_cut_anywhere(name: str, pieces: list[list[int]], seed: i
         assert torch.equal(runner.cache.copy_rows(plain, 0, len(ids)), runner.cache.copy_rows(slot, 0, len(ids)))
 
 
+def test_a_long_context_is_seen_by_few_queries_at_a_time() -> None:
+    """So that their scores stay in a processor's cache: runs of tokens are shorter than before."""
+    random, runner = Random(3), make_runner("qwen3_moe-int8", context_length=3000, num_threads=2)
+    slot, ids = fill(runner, random, 2900)
+    plain = runner.cache.reserve()
+    expected = read_plainly(runner, plain, ids)
+    assert torch.equal(runner.cache.copy_rows(slot, 0, 2900), runner.cache.copy_rows(plain, 0, 2900))
+    tree = draw_tree(random, 30)
+    found = runner.verify([(slot, tree), (plain, DraftTree.chain(5, ids[:20]))], ()).logits
+    chain = read_plainly(runner, plain, [5, *ids[:20]])
+    assert torch.equal(found[30:], chain) and torch.equal(found[0], read_plainly(runner, slot, tree.token_ids[:1])[0])
+    runner.cache.reset(plain)
+    assert torch.equal(runner.prefill([(plain, ids)], ()).logits[0], expected[-1])
+
+
 @every_target
 def test_threads_change_no_bit(name: str) -> None:
     found = []
@@ -174,6 +190,25 @@ def test_noise_alone_chooses_among_equals() -> None:
     assert same >= 0.99 * total
     greedy = runner.verify([(slot, DraftTree.chain(3, [4]))], ())
     assert greedy.best == [0, 0], "the first of equals"
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1e-3])
+def test_the_first_of_equals_is_chosen(num_threads: int, temperature: float) -> None:
+    """Whichever thread finds it in whichever lane. Noise is too small to choose between others."""
+    decoder, random = make_decoder("llama-untied-int8"), Random(7)
+    ids = [random.randrange(9) for _ in range(VOCAB_SIZE)]
+    decoder.lm_head.block_codes = (decoder.lm_head.block_codes[0].rows(np.array(ids)),)  # type: ignore[assignment, index]
+    pack_linears(decoder, "int8")
+    runner = make_runner(decoder=decoder, num_threads=num_threads)
+    slot, tree = runner.cache.reserve(), DraftTree.chain(1, draw_ids(random, 60))
+    expected = runner.verify([(slot, tree)], ()).logits.numpy().argmax(axis=1).tolist()
+    found = runner.verify([(slot, tree)], (), [SamplingParams(temperature=temperature)]).best
+    assert found is not None and all(token == ids.index(ids[token]) for token in expected)
+    if temperature == 0.0:
+        assert found == expected
+    else:
+        assert [ids[token] for token in found] == [ids[token] for token in expected]
 
 
 def test_requests_of_a_batch_sample_as_they_do_alone() -> None:

@@ -115,7 +115,7 @@ def test_what_is_not_stored_as_integers_runs_in_float32(tmp_path: Path, monkeypa
     for quantization in ("F32", "F16", "BF16"):
         write_gguf(path, reference(tmp_path), kind=quantization)
         assert load_decoder_gguf(path, None)[2] == torch.float32
-        with pytest.raises(InputError, match=rf"attn_q.weight has type {quantization}, which does not run in 8-bit"):
+        with pytest.raises(InputError, match=rf"attn_q.weight has type {quantization}, which does not run in int8"):
             load_decoder_gguf(path, torch.int8)
     write_gguf(path, reference(tmp_path), kind="Q8_0")
     for dtype in (torch.float32, torch.bfloat16):

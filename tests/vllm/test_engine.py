@@ -175,7 +175,7 @@ def test_keys_of_the_context_are_normalised_per_layer(engine, runner):
 def test_drafts_here_and_there_agree(engine, drafter_folder):
     """Our engine and vLLM accept the same tokens at every step of every prompt, at the same fixed size."""
     size = 8
-    config = EngineConfig(linear_backend="plain")  # as stored; the default rounds a drafter to 8 bits
+    config = EngineConfig(dtype="float32", linear_backend="plain")  # what vLLM computes in here
     ours = LLM("smollm2-135m", drafter=str(drafter_folder), pilot=f"fixed:{size}", config=config)
     params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)  # nothing cuts a step short
     completions = ours.generate(PROMPTS, params)

@@ -9,6 +9,13 @@ VLLM_VENV ?= .venv-vllm
 PIP_FLAGS ?= -c constraints.txt
 PYTEST_FLAGS ?= -n 2
 VLLM_PYTEST_FLAGS ?=
+FAULTS ?= 500
+FAULTS_SEED ?= 0
+FUZZ_SEED ?= 0
+SOAK ?= 20000
+SOAK_SEED ?= 0
+SERVE_FLAGS ?=
+MODEL ?= smollm2-135m
 PROMPT ?= Write a Python function that checks whether a number is prime, and explain how it works.
 
 # Idle threads spin shortly, then sleep; tests and benchmarks import PyTorch before BlockPilot can say so.
@@ -19,12 +26,16 @@ STAMP := $(VENV)/.blockpilot-installed
 VLLM_STAMP := $(VLLM_VENV)/.vllm-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm test-wheel quality bench clean
+.PHONY: help setup demo serve test fuzz faults soak test-vllm test-wheel quality bench clean
 
 help:
 	@echo "make setup    create $(VENV) and install BlockPilot with its development tools"
-	@echo "make demo     answer a prompt with the default model"
+	@echo "make demo     answer a prompt; MODEL=qwen2.5-coder-1.5b takes another model (1.1 GB) than the default one"
+	@echo "make serve    serve the default model and its page at http://127.0.0.1:8000; SERVE_FLAGS=\"--port 9000\""
 	@echo "make test     run the tests"
+	@echo "make faults   disturb the long verbs at random places with errors, kills and power cuts, FAULTS times"
+	@echo "make fuzz     thousands of random bad inputs to every reader and every verb (about half an hour)"
+	@echo "make soak     a server under SOAK random clients of all manners (20,000 take about ten minutes)"
 	@echo "make test-vllm  the tests of the vLLM plugin, with vLLM for CPUs in $(VLLM_VENV)"
 	@echo "make test-wheel  build the wheel, install it into an empty environment and answer a prompt with it"
 	@echo "make quality  lint, check format, types and layers"
@@ -44,12 +55,27 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/blockpilo
 
 demo: $(STAMP)
 	@echo "Plain decoding:"
-	@$(BIN)/blockpilot generate "$(PROMPT)" --max-new-tokens 160 --pilot ar
-	@echo; echo "The same answer, drafted in blocks and checked by the same model:"
-	@$(BIN)/blockpilot generate "$(PROMPT)" --max-new-tokens 160
+	@$(BIN)/blockpilot generate "$(PROMPT)" --target $(MODEL) --max-new-tokens 160 --pilot ar
+	@echo; echo "The same answer, drafted and checked by the same model:"
+	@$(BIN)/blockpilot generate "$(PROMPT)" --target $(MODEL) --max-new-tokens 160
+	@echo; echo "To see every step and its draft tree in a browser: make serve, then open http://127.0.0.1:8000"
+
+serve: $(STAMP)
+	@$(BIN)/blockpilot serve --target $(MODEL) $(SERVE_FLAGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# What it finds is kept, and named with the command that draws it again: FUZZ_SEED=1 draws others.
+fuzz: $(STAMP)
+	BLOCKPILOT_FUZZ=1 $(BIN)/python -m pytest tests/fuzz $(PYTEST_FLAGS)
+	$(BIN)/python -m tests.fuzz.bad_inputs --count 2000 --seed $(FUZZ_SEED)
+
+faults: $(STAMP)
+	$(BIN)/python -m tests.faults.run --count $(FAULTS) --seed $(FAULTS_SEED)
+
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak.run --count $(SOAK) --seed $(SOAK_SEED)
 
 # As installed, vLLM for CPUs fails to import because of torchvision and its kin; it needs none of them, nor Triton.
 $(VLLM_STAMP): constraints-vllm.txt

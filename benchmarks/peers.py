@@ -15,9 +15,10 @@ prompt lookup of llama-cpp-python (`llama.cpp-lookup`), and on that file requant
 faster products (`llama.cpp-q4_0`: weights rounded twice, so another model with texts of its own). On a GPU:
 `transformers` (plain, static cache, static cache and compiled), the package `dflash`. Beside them BlockPilot: `ar`,
 `best-fixed` (chosen on calibration prompts) and `auto`, on a CPU in int8 where the target is a quantized file
-(`--dtype float32` for the other form). Greedy, one request at a time, the first turn of every prompt. Everyone answers
-the longest prompt once to warm up, then all answer each prompt in an order shuffled anew. Decoding is timed from the
-first token on; `first token` is the median time until then. `over llama.cpp` pairs prompts as `over ar` does.
+(`--dtype float32` for the other form); `--methods ar,ngram:4` names others. Greedy, one request at a time, the first
+turn of every prompt. Everyone answers the longest prompt once to warm up, then all answer each prompt in an order
+shuffled anew. Decoding is timed from the first token on; `first token` is the median time until then. `over llama.cpp`
+pairs prompts as `over ar` does.
 
 `--prefill 128,512` also times the reading of prompts of so many tokens, in turns: medians of `PREFILL_REPEATS`.
 
@@ -69,7 +70,7 @@ from blockpilot.core.files import write_text
 from blockpilot.models.loading import load_target
 from blockpilot.text.tokenizer import Tokenizer
 
-METHODS = ("ar", "best-fixed", "auto")
+METHODS = "ar,best-fixed,auto"
 READERS = ("ar", "auto", LLAMA, f"{LLAMA}-q4_0")  # whose reading of prompts `--prefill` times
 PREFILL_REPEATS = 7
 Row = dict[str, Any]
@@ -119,7 +120,7 @@ def compare(arguments: argparse.Namespace, out: Path) -> tuple[list[Row], list[R
 
 def make_setup(arguments: argparse.Namespace) -> BenchSetup:
     engine = EngineConfig(device=arguments.device, dtype=arguments.dtype)
-    methods = parse_methods(METHODS, device=arguments.device, target=arguments.target)
+    methods = parse_methods(arguments.methods.split(","), device=arguments.device, target=arguments.target)
     tasks = tuple(
         read_task(name.strip(), data=arguments.data, split="test").first_turns() for name in arguments.tasks.split(",")
     )  # a second turn would start from different first answers where engines differ
@@ -146,7 +147,7 @@ def build_peers(
 ) -> tuple[list[Contestant], dict[str, str]]:
     """Those that can take part, and why the others do not."""
     assert not isinstance(setup.target, str)
-    drafter, dtype = setup.drafters["dflash"], site.plain.config.dtype
+    drafter, dtype = setup.drafters.get("dflash", "none"), site.plain.config.dtype
     assert isinstance(drafter, str)
     peers = Peers(
         PeerSettings(
@@ -362,6 +363,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--calibration-prompts", type=int, default=2, help="per task, for best-fixed")
     parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--methods", default=METHODS, help=f"of BlockPilot (default: {METHODS})")
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     dtype_help = "default auto: on a CPU int8 for quantized files, else float32; bfloat16 on a GPU"

@@ -76,18 +76,21 @@ def decoder_logits(decoder: Decoder, token_ids: Tensor) -> Tensor:
 
 
 def save_reference(folder: Path, kind: str, **options: Any) -> Any:
-    """A tiny random `transformers` model (llama, qwen3, qwen3_moe), saved into `folder`."""
+    """A tiny random `transformers` model (llama, qwen2, qwen3, qwen3_moe), saved into `folder`."""
     import transformers
 
     config_class, model_class = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     }[kind]
     torch.manual_seed(0)
     model = model_class(config_class(**(TINY | {"initializer_range": 0.3} | options))).eval()
-    with torch.no_grad():  # norms of all ones would hide a missing or swapped norm
+    with torch.no_grad():  # norms of all ones would hide a missing or swapped norm, as zeros would a bias
         for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_()
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(folder)

@@ -26,12 +26,13 @@ from blockpilot.pilots.base import Asked, Choice, Drafted, Pilot, Selection
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.text.tokenizer import Tokenizer
 from tests.coded import give_codes
+from tests.support import byte_vocabulary_fields
 
 VOCAB_SIZE = 61
 EOS_ID = 0
 CONTEXT_LENGTH = 160
 ALPHABET = "$ abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456"
-ARCHITECTURES = ("llama", "llama3-rope", "llama-untied", "qwen3", "qwen3_moe")
+ARCHITECTURES = ("llama", "llama3-rope", "llama-untied", "qwen2", "qwen3", "qwen3_moe")
 
 _BASE = DecoderConfig(
     architecture="llama",
@@ -54,6 +55,7 @@ CONFIGS = {
     "llama": _BASE,
     "llama3-rope": replace(_BASE, rope=_LLAMA3),
     "llama-untied": replace(_BASE, is_tied=False),
+    "qwen2": replace(_BASE, architecture="qwen2", rope=RopeConfig(theta=1e6)),
     "qwen3": replace(_BASE, architecture="qwen3", is_tied=False),
     "qwen3_moe": replace(_BASE, architecture="qwen3_moe", moe=_MOE),
 }
@@ -62,10 +64,18 @@ _WIDE_MOE = replace(_MOE, intermediate_size=32, is_normalized=False)
 CONFIGS |= {  # shapes that run in 8-bit integers
     "llama-int8": _WIDE,
     "llama-untied-int8": replace(_WIDE, rope=_LLAMA3, is_tied=False, num_kv_heads=1),
+    "qwen2-int8": replace(_WIDE, architecture="qwen2", is_tied=False, rope=RopeConfig(theta=1e6)),
+    "qwen2-fine-int8": replace(
+        _WIDE, architecture="qwen2", hidden_size=256, intermediate_size=256, num_layers=3, head_dim=64
+    ),
     "qwen3-int8": replace(_WIDE, architecture="qwen3", num_kv_heads=4),
     "qwen3_moe-int8": replace(_WIDE, architecture="qwen3_moe", moe=_WIDE_MOE),
 }
 CODED = tuple(name for name in CONFIGS if name.endswith("-int8"))
+CONFIGS |= {  # with a vocabulary of bytes
+    "bytes": replace(_BASE, vocab_size=288, context_length=1024),
+    "bytes-int8": replace(_WIDE, vocab_size=288, context_length=1024),
+}
 
 
 def make_decoder(name: str = "llama", seed: int = 0) -> Decoder:
@@ -73,7 +83,7 @@ def make_decoder(name: str = "llama", seed: int = 0) -> Decoder:
     decoder = Decoder(CONFIGS[name])
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.35 if parameter.dim() > 1 else 1.0)
-    if name in CODED:
+    if name.endswith("-int8"):
         give_codes(decoder)
     return decoder
 
@@ -106,10 +116,10 @@ def make_tokenizer() -> Tokenizer:
 def make_target(name: str = "llama", seed: int = 0) -> LoadedTarget:
     return LoadedTarget(
         decoder=make_decoder(name, seed),
-        tokenizer=make_tokenizer(),
+        tokenizer=Tokenizer.from_gguf(byte_vocabulary_fields(), name) if "bytes" in name else make_tokenizer(),
         name=name,
         path=Path("tiny"),
-        dtype=torch.int8 if name in CODED else torch.float32,
+        dtype=torch.int8 if name.endswith("-int8") else torch.float32,
     )
 
 

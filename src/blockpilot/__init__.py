@@ -9,8 +9,9 @@ from blockpilot.core.config import let_threads_sleep
 
 if TYPE_CHECKING:
     from blockpilot.core.config import EngineConfig
-    from blockpilot.core.errors import BlockPilotError, InputError
-    from blockpilot.core.records import Completion, StepRecord
+    from blockpilot.core.errors import BlockPilotError, InputError, RequestFailedError
+    from blockpilot.core.guide import Guide
+    from blockpilot.core.records import Completion, StepRecord, TokenScore
     from blockpilot.core.sampling_params import SamplingParams
     from blockpilot.engine.llm import LLM
     from blockpilot.pilots.registry import load_pilot
@@ -23,10 +24,13 @@ _HOMES = {
     "LLM": "blockpilot.engine.llm",
     "EngineConfig": "blockpilot.core.config",
     "SamplingParams": "blockpilot.core.sampling_params",
+    "Guide": "blockpilot.core.guide",
     "Completion": "blockpilot.core.records",
     "StepRecord": "blockpilot.core.records",
     "BlockPilotError": "blockpilot.core.errors",
     "InputError": "blockpilot.core.errors",
+    "RequestFailedError": "blockpilot.core.errors",
+    "TokenScore": "blockpilot.core.records",
     "load_pilot": "blockpilot.pilots.registry",
 }
 __all__ = [
@@ -34,9 +38,12 @@ __all__ = [
     "BlockPilotError",
     "Completion",
     "EngineConfig",
+    "Guide",
     "InputError",
+    "RequestFailedError",
     "SamplingParams",
     "StepRecord",
+    "TokenScore",
     "load_pilot",
 ]
 

@@ -227,8 +227,9 @@ class Attended:
         angles = torch.arange(self.capacity, device=DEVICE)[:, None] / 50 ** torch.linspace(0, 1, dim // 2).to(DEVICE)
         norms = Norm(random(dim, dtype=dtype), EPS), Norm(random(dim, dtype=dtype), EPS)
         caches = random(2, 1, num_kv, self.capacity, dim, dtype=dtype)
-        self.text = AttentionLayer(*caches, Rope(angles.cos(), angles.sin()), norms, num_heads)
         self.width = (num_heads + 2 * num_kv) * dim
+        bias = random(self.width, dtype=dtype)
+        self.text = AttentionLayer(*caches, Rope(angles.cos(), angles.sin()), norms, num_heads, bias)
         self.qkv = random(length, self.width, dtype=dtype)
 
     def tokens(self, count: int) -> Tensor:
@@ -423,7 +424,7 @@ def test_routed_experts_of_any_number_of_tokens(  # type: ignore[no-untyped-def]
                 assert_same(found, expected[rows], count)
 
 
-NAMES = ["llama", "qwen3", "qwen3_moe"]
+NAMES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
 DTYPE_NAMES = ["bfloat16", "float16", "float32"]
 
 

@@ -100,7 +100,8 @@ def test_attention(  # type: ignore[no-untyped-def]
     angles = random(512, dim // 2)
     norms = (Norm(random(dim, dtype=dtype), 1e-6), Norm(random(dim, dtype=dtype), 1e-6)) if has_norm else None
     rope, inputs = Rope(angles.cos(), angles.sin()), make_inputs(kind, num_requests, count, context)
-    layers = [AttentionLayer(*(cache.clone() for cache in caches), rope, norms, num_heads) for _ in range(3)]
+    bias = None if has_norm else random((num_heads + 2 * num_kv) * dim, dtype=dtype)
+    layers = [AttentionLayer(*(cache.clone() for cache in caches), rope, norms, num_heads, bias) for _ in range(3)]
     given = inputs.positions, inputs.slots, inputs.starts
     expected_q = reference.rotate_store(qkv, layers[0], *given)
     expected = reference.attend(expected_q, layers[0], inputs)

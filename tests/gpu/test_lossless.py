@@ -13,7 +13,7 @@ PROMPTS = ["abcabcab", "the quick brown fox", "z", "hello hello hello"]
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (0.8, 0), (0.8, 20)])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_method_gives_the_plain_text(dtype: str, name: str, temperature: float, top_k: int) -> None:
     """Where one request filters tokens the host decides for all; else the device decides alone where it can.

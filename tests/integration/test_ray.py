@@ -22,7 +22,10 @@ from blockpilot.integrations.ray import bench, collect  # noqa: E402
 from blockpilot.integrations.ray.cluster import MAX_LOSSES, Placement, Pool  # noqa: E402
 from tests.integration.fragile import Fragile  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("BLOCKPILOT_RAY_ALONE" not in os.environ, reason="runs in a process of its own: test_ray_alone"),
+]
 TIMES = ("tokens_per_second", "speedup", "speedup_ci", "end_to_end_speedup", "milliseconds_per_step")
 TIMES += ("time_to_first_token", "peak_memory_bytes", "over_best_fixed", "over_best_chain", "best_fixed_of_task")
 

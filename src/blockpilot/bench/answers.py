@@ -5,16 +5,25 @@ answered by every method, and is measured anew as a whole, so that all its times
 """
 
 import json
-import os
+import os.path
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
+
+from blockpilot.core.compressed import read_lines
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import ensure_folder, parse_json, write_text
+from blockpilot.core.files import append_text, read_bytes, write_text
+from blockpilot.core.reading import Count, convert, decode_json
 
 RoundKey = tuple[str, int, int]  # task, batch, repeat
+StepSize = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_MAX_BYTES = 2**34  # of all answers
+_ADVICE = "mend the line or choose another --out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,23 +32,23 @@ class Answer:
 
     task: str
     prompt_id: str
-    batch: int  # which prompts of the task ran together; with concurrency 1 the prompt's own number
-    turn: int
-    repeat: int
+    batch: Count  # which prompts of the task ran together; with concurrency 1 the prompt's own number
+    turn: Count
+    repeat: Count
     method: str
-    token_ids: list[int]
+    token_ids: Annotated[list[Count], msgspec.Meta(min_length=1)]
     text: str
-    num_prompt_tokens: int
+    num_prompt_tokens: Count
     finish_reason: str
-    block_sizes: list[int]
-    verify_sizes: list[int]
-    emitted: list[int]
-    prefill_seconds: float
-    decode_seconds: float
-    draft_seconds: float
-    verify_seconds: float
-    pilot_seconds: float
-    peak_memory_bytes: int
+    block_sizes: list[StepSize]
+    verify_sizes: list[StepSize]
+    emitted: list[StepSize]
+    prefill_seconds: Seconds
+    decode_seconds: Seconds
+    draft_seconds: Seconds
+    verify_seconds: Seconds
+    pilot_seconds: Seconds
+    peak_memory_bytes: Count
 
     @property
     def round_key(self) -> RoundKey:
@@ -62,17 +71,14 @@ class AnswersFile:
         found = Counter(answer.round_key for answer in self.answers)
         kept = [answer for answer in self.answers if found[answer.round_key] == num_answers.get(answer.round_key)]
         text = "".join(_line(answer) for answer in kept)
-        if not self.path.is_file() or self.path.read_bytes() != text.encode():
+        if not os.path.isfile(self.path) or read_bytes(self.path, _MAX_BYTES) != text.encode():
             write_text(self.path, text)
+        else:
+            append_text(self.path, "")  # a run that failed may not have synced what it wrote
         self.answers = kept
 
     def append(self, answers: Sequence[Answer]) -> None:
-        ensure_folder(self.path.parent)
-        with self.path.open("a", encoding="utf-8") as file:
-            for answer in answers:
-                file.write(_line(answer))
-                file.flush()
-                os.fsync(file.fileno())
+        append_text(self.path, "".join(_line(answer) for answer in answers))
         self.answers += answers
 
 
@@ -82,19 +88,25 @@ def _line(answer: Answer) -> str:
 
 def _read(path: Path) -> list[Answer]:
     """Every whole line. A last line without its end was cut off; anything else that is no answer is an error."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+    if not os.path.exists(path):
         return []
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    if not os.path.isfile(path):
+        raise InputError(f"{path} is no file: {_ADVICE}")
     answers = []
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):  # what follows the last line end was cut off
-        values = parse_json(line, f"{path}, line {number}", "; mend the line or choose another --out")
-        if not isinstance(values, dict) or values.keys() != Answer.__dataclass_fields__.keys():
-            raise InputError(f"{path}, line {number}: not an answer of this version; choose another --out")
-        answers.append(Answer(**values))
+    for number, line in enumerate(read_lines(path, most=_MAX_BYTES), start=1):
+        if line.endswith(b"\n"):  # what follows the last line end was cut off
+            answers.append(_read_answer(line, f"{path}, line {number}"))
     return answers
+
+
+def _read_answer(line: bytes, where: str) -> Answer:
+    values = decode_json(line, dict[str, Any], where, _ADVICE)
+    if values.keys() != Answer.__dataclass_fields__.keys():
+        raise InputError(f"{where}: not an answer of this version; choose another --out")
+    answer: Answer = convert(values, Answer, where, _ADVICE)
+    if len({len(answer.block_sizes), len(answer.verify_sizes), len(answer.emitted)}) > 1:
+        raise InputError(f"{where}: its steps have different lengths; {_ADVICE}")
+    return answer
 
 
 def plain_answers(answers: Iterable[Answer]) -> list[Answer]:

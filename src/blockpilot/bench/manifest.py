@@ -10,7 +10,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -21,14 +21,23 @@ from blockpilot.bench.methods import Method
 from blockpilot.bench.reference import Reference
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import read_json, write_text
-from blockpilot.core.manifests import MANIFEST, require_same_run
+from blockpilot.core.files import write_text
+from blockpilot.core.manifests import MANIFEST, MAX_BYTES, RESULTS, require_room, require_same_run
+from blockpilot.core.reading import convert, read_json
 from blockpilot.engine.llm import LLM
 from blockpilot.engine.profile import profile_key
 from blockpilot.models.loading import resolve_folder
 from blockpilot.replay.collect import hash_weights
 
+_ADVICE = "choose another --out"
 _PACKAGES = ("torch", "numpy", "numba", "tokenizers")
+
+
+class _Stored(TypedDict):
+    """What a run that goes on needs beside its description."""
+
+    id: str
+    sessions: list[dict[str, Any]]
 
 
 def describe_run(
@@ -69,12 +78,15 @@ def _method_facts(method: Method) -> dict[str, str]:
 
 def open_run(out: Path, description: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest to go on with: a new one, or the one that is there if it was made alike."""
-    found = read_json(out / MANIFEST, "choose another --out")
-    if found is None:
-        if any(out.glob("*.jsonl")):
-            raise InputError(f"{out} holds other files (*.jsonl) and no {MANIFEST}: choose another --out")
+    require_room(out, RESULTS)
+    found = read_json(out / MANIFEST, advice=_ADVICE, most=MAX_BYTES)
+    has_answers = any(out.glob("*.jsonl"))
+    if found is None and has_answers:
+        raise InputError(f"{out} holds other files (*.jsonl) and no {MANIFEST}: choose another --out")
+    if found is None or not has_answers:  # a run that was refused may be told other things
         found = {**description, "is_complete": False, "sessions": []}
     require_same_run(out, found, description, free=("id",))
+    convert(found, _Stored, str(out / MANIFEST), _ADVICE)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     found["sessions"] = [*found["sessions"], {"started": started, "git_commit": git_commit()}]
     write(out, found)

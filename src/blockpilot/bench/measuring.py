@@ -16,11 +16,13 @@ from blockpilot.bench.config import BenchConfig
 from blockpilot.bench.methods import NO_DRAFTER, Method
 from blockpilot.bench.plan import Round, encode_turn
 from blockpilot.core.device import is_out_of_memory
+from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.progress import Progress
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.engine.llm import LLM
 
+_SHORTAGES = (RuntimeError, MemoryError, BlockPilotError)  # the last: of a pass that was shared
 _WARM_UP_TOKENS = 12
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 Found = tuple[Round, list[Answer], str | None]  # one method's answers; or none, and why memory ran out
@@ -42,6 +44,7 @@ class Measurer:
         """
         file = AnswersFile(path)
         file.drop_incomplete({work.key: work.num_answers * len(methods) for work in rounds})
+        _require_asked(file, rounds, methods)
         done = {answer.round_key for answer in file.answers}
         todo = [work for work in rounds if work.key not in done and work.task not in self.left_out]
         num_answers = sum(work.num_answers for work in rounds) - sum(work.num_answers for work in todo)
@@ -64,6 +67,20 @@ class Measurer:
             if work.task not in self.left_out:
                 self.left_out[work.task] = shortage
                 logger.warning("task %s is left out, %s", work.task, shortage)
+
+
+def _require_asked(file: AnswersFile, rounds: Sequence[Round], methods: Sequence[Method]) -> None:
+    """Refuse answers that these rounds do not ask for: somebody else wrote into the file."""
+    asked = {
+        (*work.key, prompt.id, turn, method.name)
+        for work in rounds
+        for prompt in work.prompts
+        for turn in range(len(prompt.turns))
+        for method in methods
+    }
+    given = [(*one.round_key, one.prompt_id, one.turn, one.method) for one in file.answers]
+    if len(set(given)) < len(given) or not asked.issuperset(given):
+        raise InputError(f"{file.path} holds answers that this run does not ask for: choose another --out")
 
 
 class Asker:
@@ -101,7 +118,7 @@ class Asker:
         try:
             for method in work.shuffle(methods, self.config.seed):
                 yield work, self.ask(work, method), None
-        except (RuntimeError, MemoryError) as error:
+        except _SHORTAGES as error:
             yield work, [], _explain_shortage(error)
 
     def warm_up(self, methods: Sequence[Method], rounds: Sequence[Round], progress: Progress) -> None:
@@ -126,7 +143,7 @@ class Asker:
                     llm.prepare(len(work.prompts), report, pilot=method.pilot)
                     prompts = [encode_turn(llm.tokenizer, prompt, []) for prompt in work.prompts]
                     llm.generate(prompts, params, pilot=method.pilot)
-            except (RuntimeError, MemoryError) as error:
+            except _SHORTAGES as error:
                 _explain_shortage(error)
 
     def ask(self, work: Round, method: Method) -> list[Answer]:
@@ -169,7 +186,7 @@ def _record(work: Round, row: int, *, turn: int, method: str, completion: Comple
     )
 
 
-def _explain_shortage(error: RuntimeError | MemoryError) -> str:
+def _explain_shortage(error: Exception) -> str:
     """One line about memory that ran out, which is given back where it can be; any other error is raised again."""
     if not is_out_of_memory(error):
         raise error

@@ -6,16 +6,18 @@ eagle3, eagle3-tree chains and trees of the EAGLE-3 head; their sizes suit the d
 dflash:B            chains of block size B from the DFlash drafter
 best-fixed          the dflash:B that is fastest on calibration prompts, chosen inside the run
 tree:N, tree:N@B    N nodes from the DFlash drafter
+best-fixed-tree     the same for some usual trees
 blockpilot          the paper's pilot: one block size per request, read off the prefill
 chain-step, step    a size, or a tree, for every step
 auto                what `generate` uses by default
 """
 
+import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from blockpilot.bench.config import BEST_FIXED, KNOWN_METHODS
+from blockpilot.bench.config import CANDIDATES, KNOWN_METHODS
 from blockpilot.core.config import MAX_EAGLE3_BLOCK_SIZE, cache_dir, device_type
 from blockpilot.core.errors import InputError
 from blockpilot.models.shipped import DRAFTERS
@@ -40,7 +42,7 @@ DRAFTER_OPTIONS = {"dflash": "--drafter", "eagle3": "--eagle3"}
 class Method:
     name: str
     drafter: str  # dflash, eagle3, ngram or none
-    pilot: str  # by name, as `LLM.generate` takes it; empty for best-fixed until it has been chosen
+    pilot: str  # by name, as `LLM.generate` takes it; empty until it has been chosen
 
 
 def parse_methods(
@@ -51,15 +53,16 @@ def parse_methods(
     return tuple(_parse(name, device_type(device), target, pilot_folder) for name in unique)
 
 
-def fixed_method(block_size: int) -> Method:
-    return Method(f"dflash:{block_size}", "dflash", f"fixed:{block_size}")
+def candidates(name: str) -> tuple[Method, ...]:
+    """What a method is chosen from."""
+    return tuple(_parse(one, "cpu", "", None) for one in CANDIDATES[name])
 
 
 def _parse(name: str, device: str, target: str, pilot_folder: Path | None) -> Method:
     kind, colon, size = name.partition(":")
     if name == "ar":
         return Method(name, NO_DRAFTER, "ar")
-    if name == BEST_FIXED:
+    if name in CANDIDATES:
         return Method(name, "dflash", "")
     if name == PAPER:
         return Method(name, "dflash", f"prefill:{find_paper_pilot(target, pilot_folder)}")
@@ -89,7 +92,7 @@ def paper_pilot_folder(target: str) -> Path:
 
 def find_paper_pilot(target: str, given: Path | None) -> Path:
     folder = given or paper_pilot_folder(target)
-    if not (folder / "pilot.json").is_file():
+    if not os.path.isfile(folder / "pilot.json"):
         command = "blockpilot train-pilot --kind prefill"
         if given is not None or shipped_traces(target) is None:
             command += f" --traces TRACES --out {folder}"

@@ -7,16 +7,27 @@ read in pieces, are held against plain decoding with one request.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
+
+import msgspec
 
 from blockpilot.bench.answers import Answer, AnswersFile, plain_answers
 from blockpilot.bench.tasks import TaskPrompts
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import hash_file, read_json
-from blockpilot.core.manifests import MANIFEST, find_differing
+from blockpilot.core.files import hash_file
+from blockpilot.core.manifests import MANIFEST, MAX_BYTES, RESULTS, find_differing, require_content
+from blockpilot.core.reading import convert, read_json
 
 _ARGUMENTS = ("max_new_tokens", "temperature", "seed")
 _SOURCE = ("file", "sha256", "num_prompts", "ids_sha256")
+
+
+class _Manifest(TypedDict):
+    """What a comparison needs of the manifest."""
+
+    id: Annotated[str, msgspec.Meta(max_length=200)]
+    arguments: dict[str, Any]
+    prompts: NotRequired[dict[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,9 @@ class Reference:
         theirs, ours = _identity(self.manifest, names), _identity(run, names)
         if differing := find_differing(theirs, ours):
             key, (there, here) = next(iter(differing.items()))
-            raise InputError(f"--reference {self.folder} is of another run: {key} is {there!r} there and {here!r} here")
+            raise InputError(
+                f"--reference {self.folder} is of another run: {key} is {there!r:.80} there and {here!r:.80} here"
+            )
         known = {(answer.task, answer.prompt_id, answer.turn) for answer in self.plain}
         for task in tasks:
             for prompt in task.prompts:
@@ -49,11 +62,13 @@ class Reference:
 
 def read_reference(folder: Path) -> Reference:
     """The run in a folder, which must have answered one request at a time."""
-    manifest = read_json(folder / MANIFEST)
+    require_content(folder, RESULTS)
+    manifest = read_json(folder / MANIFEST, most=MAX_BYTES)
     if manifest is None or "arguments" not in manifest or "id" not in manifest:
         raise InputError(f"--reference {folder} holds no benchmark run: give the --out of one")
+    convert(manifest, _Manifest, str(folder / MANIFEST), "give the --out of another run")
     if (many := manifest["arguments"].get("concurrency")) != 1:
-        raise InputError(f"--reference {folder} was measured with --concurrency {many}: give a run with 1")
+        raise InputError(f"--reference {folder} was measured with --concurrency {many!r:.20}: give a run with 1")
     path = folder / "answers.jsonl"
     plain = plain_answers(AnswersFile(path).answers)
     if not plain:

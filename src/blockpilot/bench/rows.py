@@ -10,7 +10,7 @@ from typing import Any
 from blockpilot.bench import statistics
 from blockpilot.bench.answers import Answer, select
 from blockpilot.bench.audit import Difference
-from blockpilot.bench.config import BEST_FIXED
+from blockpilot.bench.config import BEST_FIXED, BEST_FIXED_TREE
 from blockpilot.bench.statistics import Measured, add_up, divide, mean, speedup, speedup_interval
 
 Row = dict[str, Any]
@@ -20,7 +20,7 @@ _AVERAGED: tuple[str, ...] = ("tau_mean", "tau_pooled", "tau_loop_free", "loop_s
 _AVERAGED += ("end_to_end_speedup", "time_to_first_token")
 _SUMMED = ("num_prompts", "num_tokens", "num_steps", "mismatches", "near_ties")
 _MEAN_FIELDS = {"task", "method", "model", "temperature", *_SUMMED, *_AVERAGED, "speedup_ci", "manifest"}
-_MEAN_FIELDS |= {"largest_gap", "over_best_fixed", "over_best_chain"}
+_MEAN_FIELDS |= {"largest_gap", "over_best_fixed", "over_best_fixed_tree", "over_best_chain"}
 
 
 class _Speeds:
@@ -45,9 +45,11 @@ class _Speeds:
         return max(self.chains, key=lambda method: self.ratio(tasks, method) or 0.0, default=None)
 
     def over_references(self, tasks: Sequence[str], method: str) -> Row:
-        """Against the size chosen on calibration prompts, and against one chain on all tasks, where they exist."""
-        fixed, chain = (self._compare(tasks, method, other) for other in (BEST_FIXED, self.chain))
-        return {"over_best_fixed": fixed, "over_best_chain": chain and {"method": self.chain, **chain}}
+        """Against what was chosen on calibration prompts, and against one chain on all tasks, where they exist."""
+        references = (BEST_FIXED, BEST_FIXED_TREE, self.chain)
+        fixed, tree, chain = (self._compare(tasks, method, other) for other in references)
+        found = {"over_best_fixed": fixed, "over_best_chain": chain and {"method": self.chain, **chain}}
+        return found if tree is None else found | {"over_best_fixed_tree": tree}
 
     def _compare(self, tasks: Sequence[str], method: str, other: str | None) -> Row | None:
         if method == other or (tasks[0], other) not in self.measured:

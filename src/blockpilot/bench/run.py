@@ -1,13 +1,13 @@
 """A benchmark run from prompts to rows.
 
-choose      best-fixed: every size on calibration prompts (`calibration.jsonl`)
+choose      best-fixed, best-fixed-tree: all candidates on calibration prompts (`calibration.jsonl`)
 warm up     every method once, not counted
 measure     round by round, all methods on the same prompts in a shuffled order (`answers.jsonl`)
 conclude    audit against plain decoding, scores (`rows.jsonl`, `differences.jsonl`, `samples.jsonl`, `manifest.json`)
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from typing import Any
 from blockpilot.bench import manifest as manifests
 from blockpilot.bench.answers import Answer, select
 from blockpilot.bench.audit import Place, group_differences
-from blockpilot.bench.config import BEST_FIXED, BEST_FIXED_SIZES
+from blockpilot.bench.config import BEST_FIXED
 from blockpilot.bench.measuring import Measurer
-from blockpilot.bench.methods import ADAPTIVE, Method, fixed_method
+from blockpilot.bench.methods import ADAPTIVE, Method, candidates
 from blockpilot.bench.plan import plan_rounds
 from blockpilot.bench.rows import Row, build_rows
 from blockpilot.bench.scoring import score
@@ -46,9 +46,9 @@ class BenchRun:
         self.setup, self.site, self.out, self.config = setup, site, out, setup.config
         self.fit, tasks, many = site.fit, site.fit.tasks, setup.config.concurrency
         self.manifest = manifests.open_run(out, site.description)
-        self.choosing = plan_rounds({task.name: task.calibration for task in tasks}, many)  # none without best-fixed
+        self.choosing = plan_rounds({task.name: task.calibration for task in tasks}, many)  # none without need
         self.rounds = plan_rounds({task.name: task.prompts for task in tasks}, many, setup.config.repeats)
-        total = sum(work.num_answers for work in self.choosing) * len(BEST_FIXED_SIZES)
+        total = sum(work.num_answers for work in self.choosing) * self.config.num_candidates
         total += sum(work.num_answers for work in self.rounds) * len(setup.methods)
         self.measurer = Measurer(site.answer_rounds, Progress(report, total))
 
@@ -61,27 +61,34 @@ class BenchRun:
         return self._conclude(answers)
 
     def choose_methods(self) -> tuple[Method, ...]:
-        """The methods, with best-fixed at the size that was fastest on calibration prompts of all tasks together."""
-        if BEST_FIXED not in self.config.methods:
+        """The methods, with those to be chosen as what was fastest on calibration prompts of all tasks together."""
+        if not self.config.chosen:
             return self.setup.methods
         if not self.choosing:
-            raise InputError("best-fixed is chosen on calibration prompts, and these files hold none that fits")
-        sizes = [fixed_method(size) for size in BEST_FIXED_SIZES]
-        answers = self.measurer.measure(self.choosing, sizes, self.out / "calibration.jsonl")
+            name = self.config.chosen[0]
+            raise InputError(f"{name} is chosen on calibration prompts, and these files hold none that fits")
+        everyone = [method for name in self.config.chosen for method in candidates(name)]
+        answers = self.measurer.measure(self.choosing, everyone, self.out / "calibration.jsonl")
         if not answers:
-            raise BlockPilotError("best-fixed could not be chosen: no calibration prompt was answered")
-        rates = _rates(answers)
-        size = max(rates, key=rates.__getitem__)
-        by_task = {task: _rates(select(answers, task=task)) for task in sorted({answer.task for answer in answers})}
-        self.manifest["best_fixed"] = {
-            "size": size,
-            "size_by_task": {task: max(found, key=found.__getitem__) for task, found in by_task.items()},
-            "tokens_per_second": {str(size): rate for size, rate in rates.items()},
-            "num_calibration_prompts": len({(answer.task, answer.prompt_id) for answer in answers}),
-        }
+            raise BlockPilotError(f"{self.config.chosen[0]} could not be chosen: no calibration prompt was answered")
+        chosen = {name: self._choose(name, answers) for name in self.config.chosen}
         manifests.write(self.out, self.manifest)
-        chosen = replace(fixed_method(size), name=BEST_FIXED)
-        return tuple(chosen if method.name == BEST_FIXED else method for method in self.setup.methods)
+        return tuple(chosen.get(method.name, method) for method in self.setup.methods)
+
+    def _choose(self, name: str, answers: Sequence[Answer]) -> Method:
+        methods = {method.name: method for method in candidates(name)}
+        rates = _rates(answers, methods)
+        best = max(rates, key=rates.__getitem__)
+        by_task = {task: _rates(select(answers, task=task), methods) for task in sorted({one.task for one in answers})}
+        best_of = {task: max(found, key=found.__getitem__) for task, found in by_task.items()}
+        said: dict[str, Any] = {"method": best, "method_by_task": best_of, "tokens_per_second": rates}
+        if name == BEST_FIXED:  # a size says it all
+            sizes = {task: _size(found) for task, found in best_of.items()}
+            rates_by_size = {str(_size(method)): rate for method, rate in rates.items()}
+            said = {"size": _size(best), "size_by_task": sizes, "tokens_per_second": rates_by_size}
+        count = len({(answer.task, answer.prompt_id) for answer in answers})
+        self.manifest[name.replace("-", "_")] = said | {"num_calibration_prompts": count}
+        return replace(methods[best], name=name)
 
     def _conclude(self, answers: Sequence[Answer]) -> BenchResult:
         left_out = self.measurer.left_out
@@ -105,10 +112,13 @@ class BenchRun:
         return BenchResult(rows, self.manifest)
 
 
-def _rates(answers: Sequence[Answer]) -> dict[int, float]:
-    """Tokens per second of every block size."""
-    found = {size: add_up(select(answers, method=f"dflash:{size}")) for size in BEST_FIXED_SIZES}
-    return {size: measured.tokens_per_second or 0.0 for size, measured in found.items()}
+def _rates(answers: Sequence[Answer], methods: Iterable[str]) -> dict[str, float]:
+    """Tokens per second of every method."""
+    return {name: add_up(select(answers, method=name)).tokens_per_second or 0.0 for name in methods}
+
+
+def _size(method: str) -> int:
+    return int(method.partition(":")[2])
 
 
 def _write_lines(path: Path, values: Sequence[Mapping[str, Any]]) -> None:

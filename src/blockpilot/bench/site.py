@@ -114,7 +114,18 @@ class LocalSite(Asker):
     def find_differences(self, answers: Sequence[Answer], places: Mapping[tuple[str, str], Place]) -> list[Difference]:
         """Against plain decoding; an exact engine needs no judge."""
         plain = plain_answers(answers) if self.reference is None else self.reference.plain
+        self._require_vocabulary([*answers, *plain])
         return find_differences(answers, plain, None if self.plain.is_exact else Judge(self.plain, self.config, places))
+
+    def _require_vocabulary(self, answers: Sequence[Answer]) -> None:
+        """Refuse tokens that the target cannot have said: scores are looked up by them."""
+        vocab_size = self.plain.engine.runner.decoder.config.vocab_size
+        for answer in answers:
+            if answer.token_ids and (largest := max(answer.token_ids)) >= vocab_size:
+                where = f"the answer to {answer.prompt_id!r:.80} of task {answer.task!r:.80}"
+                raise InputError(
+                    f"{where} holds token {largest}, and this target knows {vocab_size}: choose another run"
+                )
 
     def pick_samples(self, answers: Sequence[Answer], tasks: Sequence[TaskPrompts]) -> list[dict[str, Any]]:
         """The first prompt's first answer of every task, token by token, so that a report needs no tokenizer.

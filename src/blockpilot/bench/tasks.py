@@ -4,6 +4,7 @@ Prompts are taken in the order of the digest of their id. That order is arbitrar
 sample of a set sorted by topic, and more prompts only add to fewer.
 """
 
+import os.path
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -74,7 +75,7 @@ def read_file(path: Path, *, name: str | None = None, split: str, skip_bad: _Ski
     chosen = [prompt for prompt in prompts if prompt.is_in(split)]
     if not chosen:
         raise InputError(f"prompt file {path} has no {split} prompts (ids decide): use --split all")
-    source = {"file": path.name, "sha256": hash_file(path)}
+    source = {"file": path.name, "sha256": hash_file(path) if os.path.isfile(path) else ""}  # a pipe is read only once
     return TaskPrompts(name, tuple(chosen), tuple(p for p in prompts if p.is_calibration), source)
 
 
@@ -83,6 +84,6 @@ def sort_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _find(data: Path, file: str) -> Path | None:
-    if not data.is_dir():
+    if not os.path.isdir(data):
         raise InputError(f"--data {data} is no folder")
-    return next((path for suffix in _SUFFIXES if (path := data / f"{file}{suffix}").is_file()), None)
+    return next((path for suffix in _SUFFIXES if os.path.isfile(path := data / f"{file}{suffix}")), None)

@@ -29,18 +29,30 @@ class SlotCache:
         self.rows = torch.empty(shape, dtype=placement.dtype, device=placement.device)
         self.lengths = [0] * num_slots
         self.appended = [0] * num_slots
+        self.uses = [0] * num_slots  # how often each has been reserved
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def reserve(self) -> int:
+    def reserve(self, slot: int | None = None, *, avoid: Sequence[int] = ()) -> int:
+        """A free slot: this one, or any; those to be avoided last, in their order."""
         if not self._free:
             raise BlockPilotError("no free KV slot: the scheduler admitted too many requests")
-        slot = self._free.pop()
+        if slot is None and avoid:
+            slot = next((one for one in reversed(self._free) if one not in avoid), avoid[0])
+        if slot is None:
+            slot = self._free.pop()
+        else:
+            self._free.remove(slot)
         self.reset(slot)
+        self.uses[slot] += 1
         return slot
+
+    def holds(self, slot: int, use: int) -> bool:
+        """Whether a slot is free and nobody has reserved it since that use: its rows are as they were."""
+        return slot in self._free and self.uses[slot] == use
 
     def free(self, slot: int) -> None:
         if slot in self._free:

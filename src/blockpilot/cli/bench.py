@@ -16,6 +16,7 @@ from blockpilot.cli import options
 from blockpilot.cli.console import make_table, print_json, print_note, print_table, show_counted, show_progress
 from blockpilot.core.config import device_type
 from blockpilot.core.errors import InputError
+from blockpilot.core.locks import command_name, hold_folder
 from blockpilot.core.progress import format_duration
 from blockpilot.report.run_data import Run
 from blockpilot.report.tables import Cell, results_table
@@ -70,7 +71,7 @@ def _add_work_options(group: options.Options) -> None:
     options.add_option(group, "--concurrency", _DEFAULTS.concurrency, "prompts answered at once")
     budget_help = "prompt tokens of one pass; longer prompts are read in pieces (default: a whole batch at once)"
     add("--token-budget", type=int, metavar="N", help=budget_help)
-    calibration_help = "calibration prompts per task for best-fixed"
+    calibration_help = "calibration prompts per task for best-fixed and best-fixed-tree"
     options.add_option(group, "--calibration-prompts", _DEFAULTS.calibration_prompts, calibration_help)
     score_help = "run the programs of humaneval and mbpp answers, confined but on this machine"
     add("--score-code", action="store_true", help=score_help)
@@ -111,7 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}"
     work = _bench_here if arguments.ray is None else _bench_on_ray
     try:
-        result = work(arguments, setup, out)
+        with hold_folder(out, command_name()):
+            result = work(arguments, setup, out)
     except KeyboardInterrupt:
         print_note(f"what was measured is kept: the same command with --out {out} goes on")
         raise

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from blockpilot.cli import options
 from blockpilot.cli.console import ProgressLines, print_result, show_progress
-from blockpilot.core.config import device_type
+from blockpilot.core.config import MAX_BLOCK_SIZE, device_type
 from blockpilot.core.errors import InputError, require_at_least
 from blockpilot.core.files import hash_file
+from blockpilot.core.locks import command_name, hold_folder
 from blockpilot.text.prompts import SPLITS, read_prompts
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         prompts=_choose_prompts(arguments),
         source=_describe_source(arguments),
     )
-    manifest = _collect(job, arguments).manifest
+    with hold_folder(arguments.out, command_name()):
+        manifest = _collect(job, arguments).manifest
     keys = ("num_traces", "num_shards", "num_answer_tokens", "num_disagreements", "is_estimate")
     found = {key: manifest[key] for key in keys}
     kind = "estimated traces" if found["is_estimate"] else "traces"
@@ -109,14 +111,14 @@ def _build_config(arguments: argparse.Namespace) -> "CollectConfig":
 
 def _read_sizes(text: str, flag: str) -> tuple[int, ...]:
     """`2-6,8` -> 2, 3, 4, 5, 6, 8."""
-    advice = "give block sizes and ranges separated by commas, such as 2-8,16"
+    advice = f"give block sizes up to {MAX_BLOCK_SIZE} and ranges of them separated by commas, such as 2-8,16"
     ranges = options.read_list(text, flag, _read_range, advice) if text else []
     return tuple(sorted({size for found in ranges for size in found}))
 
 
 def _read_range(text: str) -> range:
     first, dash, last = text.partition("-")
-    start, end = options.read_count(first), options.read_count(last if dash else first)
+    start, end = (options.read_count(part, MAX_BLOCK_SIZE) for part in (first, last if dash else first))
     if end < start:
         raise ValueError(text)
     return range(start, end + 1)

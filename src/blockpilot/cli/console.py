@@ -137,27 +137,48 @@ def format_megabytes(num_bytes: int) -> str:
 
 @contextlib.contextmanager
 def watch_interrupts() -> Iterator[Callable[[], None]]:
-    """Ctrl-C that cannot get lost.
+    """Ctrl-C and SIGTERM that cannot get lost.
 
     Python raises KeyboardInterrupt wherever it happens to be, and some places (finalizers, callbacks of libraries)
     swallow it. A loop that calls the yielded function at every turn notices it all the same.
     """
-    is_received = False
+    received: list[type[KeyboardInterrupt]] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
-        nonlocal is_received
-        is_received = True
-        raise KeyboardInterrupt
+        received.append(Terminated if number == signal.SIGTERM else KeyboardInterrupt)
+        raise received[0]
 
     def check() -> None:
-        if is_received:
-            raise KeyboardInterrupt
+        if received:
+            raise received[0]
 
+    with _handling(receive, signal.SIGINT, signal.SIGTERM):
+        yield check
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: whatever works on Ctrl-C works on it as well."""
+
+
+@contextlib.contextmanager
+def heed_terminations() -> Iterator[None]:
+    """While active, SIGTERM ends work as Ctrl-C does: what can be kept is kept, what was begun is cleaned up."""
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    with _handling(receive, signal.SIGTERM):
+        yield
+
+
+@contextlib.contextmanager
+def _handling(receive: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # elsewhere signals are not ours to handle
-        yield check
+        yield
         return
-    previous = signal.signal(signal.SIGINT, receive)
+    previous = [(number, signal.signal(number, receive)) for number in numbers]
     try:
-        yield check
+        yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous:
+            signal.signal(number, handler)

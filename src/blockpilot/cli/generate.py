@@ -18,8 +18,8 @@ from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from blockpilot.core.records import Update
     from blockpilot.engine.llm import LLM
-    from blockpilot.engine.outbox import Update
 
 _COUNTED = ("text", "token_ids", "num_prompt_tokens", "num_tokens", "num_steps", "tau")
 _TIMED = ("prefill_seconds", "decode_seconds", "pilot_seconds", "tokens_per_second", "finish_reason")
@@ -51,15 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from blockpilot.models.shipped import shipped_drafter
     from blockpilot.pilots.registry import load_pilot
 
-    stop = tuple(_check_text(text, "a stop string") for text in arguments.stop)
-    params = SamplingParams(**read_fields(SamplingParams, arguments) | {"stop": stop})
+    params = SamplingParams(**read_fields(SamplingParams, arguments) | {"stop": tuple(arguments.stop)})
     config = read_engine_config(arguments, context_length=arguments.context_length, num_slots=1)
-    drafter = (shipped_drafter(arguments.target) or "none") if arguments.drafter == "auto" else arguments.drafter
-    pilot = load_pilot(arguments.pilot, has_drafter=drafter != "none")
-    if pilot.num_candidates and drafter == "none":
+    pilot = load_pilot(arguments.pilot, has_drafter=arguments.drafter != "none")
+    if pilot.num_candidates and arguments.drafter == "none":
         raise InputError(f"pilot {arguments.pilot!r} needs a drafter: add --drafter ngram, or use --pilot ar")
     prompt = _read_prompt(arguments.prompt)
     with show_progress(f"loading {arguments.target}") as progress:
@@ -67,14 +64,15 @@ def run(arguments: argparse.Namespace) -> int:
 
         llm = LLM(
             arguments.target,
-            drafter=drafter,
+            drafter=arguments.drafter,
             pilot=arguments.pilot,
             config=config,
             costs=arguments.profile,
             progress=progress,
         )
-    if not arguments.json and arguments.drafter == "auto" and drafter == "none" and arguments.pilot == "auto":
-        print_note(f"no drafter ships for {arguments.target}: plain decoding (try --drafter ngram)")
+    is_lookup = llm.drafter is not None and llm.drafter.name == "ngram"
+    if is_lookup and not arguments.json and arguments.drafter == arguments.pilot == "auto":
+        print_note(f"no drafter ships for {arguments.target}: text that repeats is drafted by n-gram lookup")
     completion = _stream(llm, prompt, params, is_raw=arguments.raw, is_shown=not arguments.json)
     if arguments.json:
         print_json(_describe(completion, llm, params))
@@ -86,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_prompt(argument: str) -> str:
     """The prompt's text. Of standard input, one line ending at the end is dropped: `echo` adds it, nobody means it."""
     if argument != "-":
-        prompt = _check_text(argument, "the prompt")
+        prompt = argument
     elif sys.stdin is None:
         raise InputError("the prompt is '-', but standard input is closed: pipe the prompt in or write it out")
     else:

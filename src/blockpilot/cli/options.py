@@ -36,7 +36,7 @@ def add_target_options(
     """--target, --drafter where a help text for it is given, --device, --dtype; --quantize where int8 runs."""
     add_option(options, "--target", DEFAULT_TARGET, "preset, Hugging Face folder, GGUF file or hub id", metavar="MODEL")
     if drafter_help is not None:
-        drafter_help += " (default: auto, the one that ships for the target)"
+        drafter_help += " (default: auto, the one that ships for the target, or else ngram)"
         options.add_argument("--drafter", default="auto", metavar="MODEL", help=drafter_help)
     add_option(options, "--device", "cpu", device_help, metavar="DEVICE")
     if not has_integers:
@@ -72,7 +72,7 @@ def read_list(text: str, flag: str, read: Callable[[str], _Value], advice: str) 
 
 def read_count(text: str, most: int | None = None) -> int:
     """A whole number in plain digits, from 1 on where it has a limit."""
-    if not (text.isascii() and text.isdigit()) or (most is not None and not 0 < int(text) <= most):
+    if not (text.isascii() and text.isdigit() and len(text) < 20) or (most is not None and not 0 < int(text) <= most):
         raise ValueError(text)
     return int(text)
 

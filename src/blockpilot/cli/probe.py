@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from blockpilot.cli.console import print_columns, print_json, print_note, show_counted, show_progress
 from blockpilot.cli.options import add_option, add_target_options, read_engine_config
 from blockpilot.core.config import device_type
-from blockpilot.core.errors import InputError, require_at_least
+from blockpilot.core.errors import InputError, require_at_least, require_at_most
 
 if TYPE_CHECKING:
     from blockpilot.decoding.probe import ProbeReport
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     require_at_least(arguments, batch_size=1)
+    require_at_most(arguments, batch_size=1024)
     llm = _load(arguments)
     with show_counted("stages") as report:
         found = llm.probe(report, seed=arguments.seed)

@@ -1,7 +1,6 @@
 """`blockpilot profile`: what drafts and checks cost on this machine, in our engine or inside vLLM. Pilots read it."""
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from blockpilot.cli.console import print_columns, print_json, print_note, show_c
 from blockpilot.cli.options import add_option, add_target_options, read_count, read_engine_config, read_list
 from blockpilot.core.config import MAX_TREE_NODES, default_dtype, device_type
 from blockpilot.core.errors import InputError
+from blockpilot.core.reading import decode_json
 
 if TYPE_CHECKING:
     from blockpilot.pilots.cost_model import CostPoint, StepCosts
@@ -37,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     sizes = BATCH_SIZES[device_type(arguments.device)] if arguments.batch_sizes is None else arguments.batch_sizes
-    batch_sizes, contexts = _read_counts(sizes, "--batch-sizes"), _read_counts(arguments.contexts, "--contexts")
+    batch_sizes, contexts = (
+        _read_counts(sizes, "--batch-sizes", 4096),
+        _read_counts(arguments.contexts, "--contexts", 2**20),
+    )
     measure = _measure_vllm if arguments.engine == "vllm" else _measure
     costs, path = measure(arguments, batch_sizes, contexts)
     if arguments.json:
@@ -99,9 +102,9 @@ def _format(point: "CostPoint | None") -> str:
     return "-" if point is None else f"{point.ms:.2f} ms"
 
 
-def _read_counts(text: str, flag: str) -> tuple[int, ...]:
-    advice = "give whole numbers above 0, separated by commas"
-    return tuple(sorted(set(read_list(text, flag, lambda part: read_count(part, 1_000_000), advice))))
+def _read_counts(text: str, flag: str, most: int) -> tuple[int, ...]:
+    advice = f"give whole numbers from 1 to {most}, separated by commas"
+    return tuple(sorted(set(read_list(text, flag, lambda part: read_count(part, most), advice))))
 
 
 def _measure_vllm(
@@ -139,12 +142,8 @@ def vllm_options(arguments: argparse.Namespace, batch_size: int, context: int) -
     """Arguments of vLLM's engine; those of the user come last."""
     from blockpilot.models.export import public_drafter
 
-    try:
-        given = json.loads(arguments.engine_args)
-    except ValueError as error:
-        raise InputError(f"--engine-args is not valid JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise InputError("--engine-args must be a JSON object, such as '{\"tensor_parallel_size\": 2}'")
+    example = "give a JSON object, such as '{\"tensor_parallel_size\": 2}'"
+    given: dict[str, Any] = decode_json(arguments.engine_args, dict[str, Any], "--engine-args", example)
     if arguments.drafter in ("auto", "none", "ngram"):
         raise InputError("--engine vllm measures a DFlash drafter: name its folder with --drafter")
     drafter = public_drafter(arguments.drafter)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from blockpilot.cli.console import ProgressLines, print_result, show_progress
 from blockpilot.cli.options import add_option, add_target_options, read_list
-from blockpilot.core.errors import InputError, require_at_least
+from blockpilot.core.errors import InputError, require_at_least, require_at_most
+from blockpilot.core.locks import command_name, hold_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.num_prompts and not arguments.prompts:
         raise InputError("nothing to answer: give --num-prompts or --prompts FILE")
     require_at_least(arguments, num_prompts=0, max_length=32, rows=0, shard_size=1, seed=0)
+    require_at_most(arguments, num_prompts=2**27, max_length=2**16, rows=2**16, shard_size=2**20, seed=2**31 - 1)
     config = SynthesisConfig(
         target=arguments.target,
         num_written=arguments.num_prompts,
@@ -49,12 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
         shard_size=arguments.shard_size,
         seed=arguments.seed,
     )
-    with show_progress("loading the target") as progress:
-        target = load_training_target(
-            arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress
-        )
-    synthesize(config, target, arguments.out, ProgressLines())
-    manifest = read_manifest(arguments.out) or {}
+    with hold_folder(arguments.out, command_name()):
+        with show_progress("loading the target") as progress:
+            target = load_training_target(
+                arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress
+            )
+        synthesize(config, target, arguments.out, ProgressLines())
+        manifest = read_manifest(arguments.out) or {}
     counts = {key: manifest[key] for key in ("num_texts", "num_answer_tokens", "num_shards")}
     line = f"{counts['num_texts']:,} texts with {counts['num_answer_tokens']:,} answer tokens in {arguments.out}"
     print_result({"out": str(arguments.out), **counts}, line, is_json=arguments.json)

@@ -1,6 +1,7 @@
 """`blockpilot train-drafter`: training text in, drafter out."""
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from blockpilot.cli.console import print_result, show_progress
 from blockpilot.cli.options import Options, add_option, add_target_options, read_count, read_fields, read_list
+from blockpilot.core.locks import command_name, hold_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,12 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
         "is_compiled": not arguments.no_compile and arguments.device.startswith("cuda"),
     }
     settings = DrafterRun(**read_fields(DrafterRun, arguments) | given)
-    with show_progress("loading the target") as progress:
-        target = load_training_target(
-            arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress
-        )
-    summary = train_drafter(settings, target, data=arguments.data, out=arguments.out, report=_print_row)
-    if int(os.environ.get("RANK", "0")) == 0:  # torchrun: the first process speaks for all
+    is_first = os.environ.get("RANK", "0") == "0"  # torchrun: the first process speaks for all
+    with hold_folder(arguments.out, command_name()) if is_first else contextlib.nullcontext():
+        with show_progress("loading the target") as progress:
+            target = load_training_target(
+                arguments.target, device=arguments.device, dtype=arguments.dtype, progress=progress
+            )
+        summary = train_drafter(settings, target, data=arguments.data, out=arguments.out, report=_print_row)
+    if is_first:
         print_result(summary, f"the drafter is in {summary['drafter']}", is_json=arguments.json)
     return 0
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from blockpilot.cli.console import print_columns, print_json, print_note, show_counted, show_progress
 from blockpilot.cli.options import DEFAULT_TARGET, add_option, read_count, read_fields, read_list
-from blockpilot.core.errors import InputError, require_at_least
+from blockpilot.core.errors import InputError, require_at_least, require_at_most
+from blockpilot.core.locks import command_name, hold_folder
+from blockpilot.core.manifests import PILOT, require_room
 
 if TYPE_CHECKING:
     from blockpilot.pilots.base import Pilot
@@ -49,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    require_at_least(arguments, radius=1, epochs=1)
+    require_at_least(arguments, radius=1, epochs=1, hidden_size=1, layers=1, seed=0)
+    require_at_most(arguments, radius=64, epochs=10**6, hidden_size=2**16, layers=64, seed=2**31 - 1)
     if arguments.kind == "step" and (not arguments.traces or arguments.out is None):
         raise InputError("--kind step needs --traces and --out")
     with show_progress("reading traces"):
@@ -82,7 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
         "temperatures": sorted({trace.temperature for trace in train.traces}),
         "drafter_sha256": train.manifest.get("drafter_sha256"),
     }
-    pilots = (_fit_step if arguments.kind == "step" else _fit_prefill)(arguments, train, test, facts)
+    with hold_folder(arguments.out, command_name()):
+        require_room(arguments.out, PILOT)
+        pilots = (_fit_step if arguments.kind == "step" else _fit_prefill)(arguments, train, test, facts)
     rows: list[Row] = []
     for name, costs in loads.items():
         with show_progress(f"judging under the load {name!r}"):

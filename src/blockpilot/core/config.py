@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blockpilot.core.errors import InputError
+from blockpilot.core.errors import InputError, show_value
 
 MAX_BLOCK_SIZE = 64  # anchor + 63 drafted positions
 MAX_EAGLE3_BLOCK_SIZE = 16  # every position that EAGLE-3 drafts costs a pass, so long blocks never pay
@@ -21,9 +21,12 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 def cache_dir() -> Path:
     """Folder for downloaded models: BLOCKPILOT_CACHE, else XDG_CACHE_HOME/blockpilot, else ~/.cache/blockpilot."""
     if chosen := os.environ.get("BLOCKPILOT_CACHE"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "blockpilot"
+        return Path(os.path.expanduser(chosen))
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "blockpilot"
+    if (home := os.path.expanduser("~")) == "~":  # a user without a home folder, as in containers
+        raise InputError("this user has no home folder: set BLOCKPILOT_CACHE to the folder for models")
+    return Path(home) / ".cache" / "blockpilot"
 
 
 def profile_file(name: str, key: Mapping[str, Any]) -> Path:
@@ -77,6 +80,9 @@ def let_threads_sleep() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "8000")
 
 
+_BOUNDS = {"num_slots": (1, 4096), "token_budget": (1, 2**20), "context_length": (2, 2**30)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Bounds of one engine: how many requests at once, how many tokens per forward pass, how long a request may be."""
@@ -87,15 +93,20 @@ class EngineConfig:
     num_slots: int = 8
     token_budget: int = 512  # prompt tokens prefetched into the cache per pass; long prompts go in chunks of this size
     context_length: int | None = None  # None: the target's own limit
+    reuses_prefixes: bool = False  # prompts that begin as an earlier text did are read from there on
     linear_backend: str = "auto"  # how float32 weights are packed on a CPU: auto, mkldnn, plain
 
     def __post_init__(self) -> None:
         device_type(self.device)
-        for name in ("num_slots", "token_budget"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.context_length is not None and self.context_length < 2:
-            raise InputError(f"context_length must be at least 2, got {self.context_length}")
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if name == "context_length" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise InputError(f"{name} must be a whole number, got {show_value(value)}")
+            if not least <= value <= most:
+                bound = f"at least {least}" if value < least else f"at most {most}"
+                raise InputError(f"{name} must be {bound}, got {show_value(value)}")
         if self.dtype not in DTYPES:
             raise InputError(f"unknown dtype {self.dtype!r}: use {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
         if device_type(self.device) == "cuda" and self.dtype == "auto":

@@ -1,5 +1,8 @@
 """Where models run, in PyTorch's own words: the only file of this layer that imports PyTorch."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +38,26 @@ def resolve_device(name: str) -> torch.device:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """On a GPU PyTorch has an error of its own, some libraries' and a CPU's are a RuntimeError like any other."""
+    if error.__cause__ is not None and is_out_of_memory(error.__cause__):
+        return True
     text = str(error).lower()
     is_told = any(words in text for words in ("out of memory", "allocate memory", "defaultcpuallocator"))
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and is_told)
+
+
+_one_thread = threading.Lock()
+
+
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """For PyTorch's work on few rows of scores: where the machine is busy, a second thread that waits for a processor
+    holds it up forty times longer than it helps."""
+    with _one_thread:  # the number is the process's
+        num_threads = torch.get_num_threads()
+        if num_threads > 1:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            if num_threads > 1:
+                torch.set_num_threads(num_threads)

@@ -48,6 +48,13 @@ class Draft(Generic[Array]):
     def arrays(self) -> tuple[Array, Array, Array | None, Array | None]:
         return self.token_ids, self.log_probs, self.first, self.pairwise
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether scores are numbers, of a draft on the host. A drafter whose weights are damaged, or outgrow their
+        dtype, gives others: then nothing is checked."""
+        scores = (self.log_probs, self.first, self.pairwise, self.node_log_probs)
+        return all(part is None or bool((part < np.inf).all()) for part in scores)
+
     def map(self, make: Callable[[Array], Other]) -> "Draft[Other]":
         """The same draft in other arrays."""
         first, pairwise = (None if part is None else make(part) for part in (self.first, self.pairwise))
@@ -64,3 +71,42 @@ class Draft(Generic[Array]):
 
 
 HostDraft = Draft[NDArray[Any]]
+
+
+def node_probabilities(draft: HostDraft, tree: DraftTree) -> list[float | None]:
+    """How likely the drafter found each node after its parent. None: the anchor, and tokens it has not proposed."""
+    if draft.tree is not None and draft.node_log_probs is not None:
+        return _grown_probabilities(draft.tree, draft.node_log_probs, tree)
+    ranks = [{int(token_id): rank for rank, token_id in enumerate(row)} for row in draft.token_ids]
+    found: list[float | None] = [None]
+    own_ranks: list[int | None] = [None]
+    for token_id, parent, depth in list(zip(tree.token_ids, tree.parents, tree.depths, strict=True))[1:]:
+        rank = ranks[depth - 1].get(token_id) if depth <= len(ranks) else None
+        own_ranks.append(rank)
+        above = own_ranks[parent]
+        if rank is None:
+            found.append(None)
+        elif draft.first is None or draft.pairwise is None:
+            found.append(_as_probability(draft.log_probs[depth - 1, rank]))
+        elif depth == 1:
+            found.append(_as_probability(draft.first[rank]))
+        else:
+            found.append(None if above is None else _as_probability(draft.pairwise[depth - 2, above, rank]))
+    return found
+
+
+def _grown_probabilities(grown: DraftTree, log_probs: FloatArray, tree: DraftTree) -> list[float | None]:
+    """Of a tree whose nodes were picked out of one that the drafter has grown."""
+    children = {
+        (parent, token_id): node
+        for node, (parent, token_id) in enumerate(zip(grown.parents, grown.token_ids, strict=True))
+    }
+    nodes: list[int | None] = [0]
+    for token_id, parent in list(zip(tree.token_ids, tree.parents, strict=True))[1:]:
+        above = nodes[parent]
+        nodes.append(None if above is None else children.get((above, token_id)))
+    return [None if not node else _as_probability(log_probs[node - 1]) for node in nodes]
+
+
+def _as_probability(log_prob: float) -> float:
+    return float(np.exp(min(float(log_prob), 0.0)))

@@ -1,7 +1,18 @@
 """What the engine reports: one record per decoding step, one completion per request."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+
+class StepTree(NamedTuple):
+    """What a step asked the target to check, node by node; the anchor comes first."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]  # -1: the anchor has none
+    probabilities: tuple[float | None, ...]  # of nodes after their parents, as the drafter saw them; None: not drafted
+    path: tuple[int, ...]  # the anchor and the nodes that were accepted
+    next_id: int  # the target's own token behind the path
 
 
 class StepRecord(NamedTuple):
@@ -13,6 +24,16 @@ class StepRecord(NamedTuple):
     draft_seconds: float
     verify_seconds: float
     pilot_seconds: float
+    tree: StepTree | None = None  # where the request keeps them
+    promised: float = 0.0  # tokens that the nodes should have brought if the pilot was right; 0: it did not say
+
+
+class TokenScore(NamedTuple):
+    """How likely the target found a token that was emitted."""
+
+    token_id: int
+    log_prob: float
+    best: tuple[tuple[int, float], ...] = ()  # the likeliest tokens of its place and their log-probabilities
 
 
 @dataclass(kw_only=True)
@@ -22,10 +43,13 @@ class Completion:
     text: str
     token_ids: list[int]
     num_prompt_tokens: int
-    finish_reason: str  # "stop", "length" or "abort"
+    finish_reason: str  # "stop", "length", "abort" or "error"
     prefill_seconds: float
     decode_seconds: float
     steps: list[StepRecord] = field(default_factory=list)
+    num_reused_tokens: int = 0  # of the prompt, whose keys and values an earlier text had left
+    scores: list[TokenScore] = field(default_factory=list)  # of all tokens, where they were asked for
+    error: str | None = None  # what went wrong, in one line, where that is the reason
 
     @property
     def num_tokens(self) -> int:
@@ -49,3 +73,13 @@ class Completion:
         if not self.steps or self.decode_seconds <= 0:
             return None
         return sum(step.emitted for step in self.steps) / self.decode_seconds
+
+
+class Update(NamedTuple):
+    """What a step has brought one request."""
+
+    request_id: int
+    new_text: str
+    completion: Completion | None  # set when the request has finished
+    steps: Sequence[StepRecord] = ()  # that have landed since the last update
+    scores: Sequence[TokenScore] = ()  # of the tokens that have come since then, where they are asked for

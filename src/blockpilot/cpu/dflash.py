@@ -23,8 +23,13 @@ from blockpilot.models.dflash import DFlash
 from blockpilot.models.packing import require_kernels
 from blockpilot.native.library import MAX_RANKED, RankingData, ShownData, WantedData, WeightData, address
 
+MOST_UNSEEN = 256  # tokens of a slot; their taps take a few megabytes
+
 
 class CpuDFlashDrafter(DFlashDrafter):
+    """Tokens that come one by one, as in plain decoding, are looked at together before the next draft: a request that
+    does not draft at present pays nothing for being able to."""
+
     cache: PackedCache
 
     def __init__(
@@ -46,6 +51,7 @@ class CpuDFlashDrafter(DFlashDrafter):
         self._head_ids = None if self.token_ids is None else self.token_ids.to(torch.int32).contiguous()
         self._features, self._projection = weight_of(model.fc), weight_of(self.context_projection)
         self._room = [np.empty(0, np.float32)] * 4
+        self._unseen: dict[int, list[Tensor]] = {}  # by slot, the taps of tokens that are still to be looked at
         self._shown = ShownData(  # what is always the same
             features=ctypes.pointer(self._features),
             norm=address(model.hidden_norm.weight),
@@ -62,6 +68,25 @@ class CpuDFlashDrafter(DFlashDrafter):
         return PackedCache(self.model.config.layers, placement, self.kernels, num_open=MAX_BLOCK_SIZE)
 
     def observe(self, observations: Sequence[Observation]) -> None:
+        self._see([one.slot for one in observations if len(one.token_ids) > 1])
+        self._show([one for one in observations if len(one.token_ids) > 1])
+        for one in observations:
+            if len(one.token_ids) == 1 and (taps := one.own_taps()) is not None:
+                self._unseen.setdefault(one.slot, []).append(taps)
+        self._see([one.slot for one in observations if len(self._unseen.get(one.slot, ())) >= MOST_UNSEEN])
+
+    def forget(self, slot: int) -> None:
+        self._see([slot])  # its rows may be taken up again
+        super().forget(slot)
+
+    def _see(self, slots: Sequence[int]) -> None:
+        """Look at what has been put off."""
+        found = [(slot, self._unseen.pop(slot)) for slot in slots if slot in self._unseen]
+        self._show([Observation(slot, range(len(taps)), torch.cat(taps)) for slot, taps in found])
+
+    def _show(self, observations: Sequence[Observation]) -> None:
+        if not observations:
+            return
         taps, rows = _shared_taps(observations)
         slots: list[int] = []
         places: list[int] = []
@@ -78,6 +103,7 @@ class CpuDFlashDrafter(DFlashDrafter):
             self.cache.keep(one.slot, range(len(one.token_ids)))
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[HostDraft]:
+        self._see([one.slot for one in requests])
         head, selector, shapes = self._head(), self.model.candidate_selector, self.layers.data
         width = self.model.config.selector_top_k if selector else max(one.num_candidates for one in requests)
         width = min(width, head.rows)

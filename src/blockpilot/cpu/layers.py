@@ -16,7 +16,7 @@ from blockpilot.models.decoder import MLP, DecoderLayer, MoE, RMSNorm, Rotary
 from blockpilot.models.dflash import BlockConvolution, DFlashConfig, DraftLayer
 from blockpilot.models.packing import Int8Linear
 from blockpilot.native.library import LayerData, ModelData, WeightData, address
-from blockpilot.native.weights import BLOCK, GROUP
+from blockpilot.native.weights import GROUP, group_bytes
 
 
 class PackedLayers:
@@ -73,6 +73,8 @@ class PackedLayers:
             found.q_norm, found.k_norm = self._keep(attention.q_norm.weight), self._keep(attention.k_norm.weight)
         parts = _parts(attention.qkv_proj)
         found.num_qkv = len(parts)
+        if (bias := cast(Int8Linear, attention.qkv_proj).bias) is not None:
+            found.qkv_bias = self._keep(bias)
         for place, part in enumerate(parts):
             found.qkv[place] = part
         if isinstance(layer.mlp, MLP):
@@ -120,7 +122,7 @@ def _halves(layer: nn.Module) -> list[WeightData]:
     if len(parts) == 2:
         return parts
     whole, rows = parts[0], parts[0].rows // 2
-    second = whole.data + rows // GROUP * (whole.size // BLOCK) * whole.stride
+    second = whole.data + rows // GROUP * group_bytes(whole)
     return [WeightData(rows, whole.size, whole.kind, whole.is_half, whole.stride, at) for at in (whole.data, second)]
 
 

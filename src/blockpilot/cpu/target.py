@@ -80,7 +80,7 @@ class CpuTargetRunner(TargetRunner):
         for slot, tree in trees:
             starts.append(len(tokens))
             tokens.add_tree(slot, self.cache.append(slot, len(tree)), tree)
-        has_logits = not params or any(one.is_filtered for one in params)
+        has_logits = not params or any(one.needs_logits for one in params)
         if len(trees) < len(tokens):
             params = [one for one, (_, tree) in zip(params, trees, strict=False) for _ in tree.token_ids]
         return self._run(tokens, tap_layers, params, has_logits=has_logits)._replace(row_starts=starts)

@@ -38,6 +38,7 @@ class DFlashDrafter:
         self.name = name
         self.block_size = model.config.block_size
         self.max_block_size = MAX_BLOCK_SIZE
+        self.can_resume = True
         self.tap_layers = model.config.tap_layers
         self.model, self.embed, self.head, self.device = model, embed, head, placement.device
         self.token_ids = None if model.draft_token_ids is None else model.draft_token_ids.to(self.device)
@@ -84,6 +85,9 @@ class DFlashDrafter:
 
     def forget(self, slot: int) -> None:
         self.cache.reset(slot)
+
+    def resume(self, slot: int, token_ids: Sequence[int]) -> None:
+        self.cache.extend(slot, len(token_ids))
 
     def _run_blocks(self, requests: Sequence[DraftRequest]) -> Tensor:
         """One pass over all blocks: [anchor, mask, mask, ...] of each request, packed."""

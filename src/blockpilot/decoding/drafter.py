@@ -57,9 +57,13 @@ class Drafter(Protocol):
     tap_layers: tuple[int, ...]  # target layers whose outputs `observe` needs
     block_size: int  # the size it was trained at
     max_block_size: int
+    can_resume: bool  # whether a slot's rows outlive `forget`
 
     def observe(self, observations: Sequence[Observation]) -> None: ...
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[HostDraft]: ...
 
     def forget(self, slot: int) -> None: ...
+
+    def resume(self, slot: int, token_ids: Sequence[int]) -> None:
+        """A slot that was forgotten goes on behind these tokens, which it had observed first."""

@@ -33,6 +33,7 @@ BLOCK_SIZE = 8
 
 class Eagle3Drafter:
     block_size, max_block_size = BLOCK_SIZE, MAX_EAGLE3_BLOCK_SIZE
+    can_resume = False
     num_spare = 0  # slots for rows that only round up a pass
 
     def __init__(
@@ -116,6 +117,9 @@ class Eagle3Drafter:
             for request, length in zip(requests, lengths, strict=True):
                 self.cache.rewind(request.slot, length)
         return [tree.draft() for tree in trees]
+
+    def resume(self, slot: int, token_ids: Sequence[int]) -> None:
+        raise AssertionError("the taps of the last token are not kept")
 
     def forget(self, slot: int) -> None:
         self.cache.reset(slot)

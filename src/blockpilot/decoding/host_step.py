@@ -12,12 +12,17 @@ Requests of one step may differ in prompt length, draft size, tree shape, pilot 
 import time
 from collections.abc import Sequence
 
+import torch
+
 from blockpilot.core.config import MAX_TREE_NODES
-from blockpilot.core.draft import HostDraft
-from blockpilot.core.errors import InputError
+from blockpilot.core.device import on_one_thread
+from blockpilot.core.draft import HostDraft, node_probabilities
+from blockpilot.core.errors import InputError, describe_failure
+from blockpilot.core.records import StepTree, TokenScore
 from blockpilot.core.tree import DraftTree
+from blockpilot.decoding.adjusting import accept_adjusted, score_tokens
 from blockpilot.decoding.drafter import Drafter, Observation
-from blockpilot.decoding.sampling import choose_tokens
+from blockpilot.decoding.sampling import NO_TOKEN, choose_tokens
 from blockpilot.decoding.step import Landed, Report, StepRequest
 from blockpilot.decoding.target import PassResult, TargetRunner
 from blockpilot.decoding.verification import Acceptance, accept
@@ -33,7 +38,8 @@ class HostExecutor:
         started = time.perf_counter()
         drafts = self._draft(requests)
         drafted = time.perf_counter()
-        selections = _select(requests, drafts)
+        selections, failures = _select(requests, drafts)
+        selections = _prune(requests, selections, failures)
         trees = [selection.tree for selection in selections]
         selected = time.perf_counter()
         is_observed = self.drafter is not None and any(request.pilot.num_candidates for request in requests)
@@ -42,7 +48,10 @@ class HostExecutor:
             self.drafter.tap_layers if self.drafter and is_observed else (),
             [request.params for request in requests],
         )
-        acceptances = _accept(requests, trees, result)
+        with on_one_thread():
+            acceptances = _accept(requests, trees, result, failures)
+            scores = _score(requests, acceptances, result)
+        kept = _keep_trees(requests, drafts, trees, acceptances)
         verified = time.perf_counter()
         self.runner.keep([(one.slot, found.path) for one, found in zip(requests, acceptances, strict=True)])
         if is_observed:
@@ -54,6 +63,9 @@ class HostExecutor:
             draft_seconds=drafted - started,
             select_seconds=selected - drafted,
             verify_seconds=verified - selected,
+            scores=scores,
+            trees=kept,
+            failures=failures,
         )
 
     def follow(self, ticket: Landed, positions: Sequence[int | None]) -> None:
@@ -67,7 +79,8 @@ class HostExecutor:
         if self.drafter is None or not asked:
             return [None] * len(requests)
         proposals = iter(self.drafter.propose(asked))
-        return [next(proposals) if request.block_size > 1 else None for request in requests]
+        drafts = (next(proposals) if request.block_size > 1 else None for request in requests)
+        return [draft if draft is None or draft.is_sound else None for draft in drafts]
 
     def _observe(self, requests: Sequence[StepRequest], acceptances: Sequence[Acceptance], result: PassResult) -> None:
         """Tell the drafter of the tokens whose keys and values were kept: the old anchor and the accepted nodes."""
@@ -80,8 +93,11 @@ class HostExecutor:
             self.drafter.observe(observations)
 
 
-def _select(requests: Sequence[StepRequest], drafts: Sequence[HostDraft | None]) -> list[Selection]:
-    """What pilots select; of requests that have not drafted, the anchor alone."""
+def _select(
+    requests: Sequence[StepRequest], drafts: Sequence[HostDraft | None]
+) -> tuple[list[Selection], dict[int, str]]:
+    """What pilots select; of requests that have not drafted, or whose pilot fails, the anchor alone."""
+    failures: dict[int, str] = {}
     found = [Selection(DraftTree.chain(request.anchor_id, [])) for request in requests]
     groups: dict[int, list[int]] = {}  # places of requests by their pilot
     for place, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
@@ -93,9 +109,13 @@ def _select(requests: Sequence[StepRequest], drafts: Sequence[HostDraft | None])
             for one, draft in ((requests[place], drafts[place]) for place in places)
             if draft is not None
         ]
-        for place, selection in zip(places, requests[places[0]].pilot.select(drafted), strict=True):
-            found[place] = _check(selection, requests[place])
-    return found
+        pilot = requests[places[0]].pilot
+        try:
+            for place, selection in zip(places, pilot.select(drafted), strict=True):
+                found[place] = _check(selection, requests[place])
+        except Exception as error:  # a pilot that fails ends its own requests alone
+            failures |= dict.fromkeys(places, describe_failure(f"pilot {pilot.name!r} failed", error))
+    return found, failures
 
 
 def _check(selection: Selection, request: StepRequest) -> Selection:
@@ -106,14 +126,36 @@ def _check(selection: Selection, request: StepRequest) -> Selection:
     return selection if tree is selection.tree else selection._replace(tree=tree)
 
 
-def _accept(requests: Sequence[StepRequest], trees: Sequence[DraftTree], result: PassResult) -> list[Acceptance]:
-    """The target's token after every node, then the walk."""
-    is_greedy = all(request.params.is_greedy for request in requests)
+def _prune(requests: Sequence[StepRequest], selections: list[Selection], failures: dict[int, str]) -> list[Selection]:
+    """Without nodes that a request's guide forbids; plain decoding stays plain."""
+    for place, request in enumerate(requests):
+        if request.adjustment is not None and request.pilot.num_candidates:
+            try:
+                tree = request.adjustment.prune(selections[place].tree, max_depth=request.inputs.num_remaining - 1)
+                selections[place] = selections[place]._replace(tree=tree)
+            except Exception as error:
+                failures[place] = describe_failure("the guide failed", error)
+    return selections
+
+
+def _accept(
+    requests: Sequence[StepRequest], trees: Sequence[DraftTree], result: PassResult, failures: dict[int, str]
+) -> list[Acceptance]:
+    """The target's token after every node, then the walk. A guide that fails ends its own request alone."""
+    is_greedy = all(request.params.is_greedy and request.adjustment is None for request in requests)
     has_sampled = result.best is not None
     best = result.best_ids() if is_greedy or has_sampled else []
     acceptances = []
-    for request, tree, start in zip(requests, trees, result.row_starts, strict=True):
+    for place, (request, tree, start) in enumerate(zip(requests, trees, result.row_starts, strict=True)):
         rows = slice(start, start + len(tree))
+        if request.adjustment is not None:
+            try:
+                found = accept_adjusted(request.adjustment, tree, result.logits[rows], request.position)
+            except Exception as error:
+                failures[place] = describe_failure("the guide failed", error)
+                found = Acceptance((0,), (NO_TOKEN,))
+            acceptances.append(found)
+            continue
         if is_greedy or (has_sampled and not request.params.is_filtered):
             target_ids = best[rows]
         else:
@@ -121,3 +163,33 @@ def _accept(requests: Sequence[StepRequest], trees: Sequence[DraftTree], result:
             target_ids = choose_tokens(result.logits[rows], request.params, positions).tolist()
         acceptances.append(accept(tree, target_ids))
     return acceptances
+
+
+def _score(
+    requests: Sequence[StepRequest], acceptances: Sequence[Acceptance], result: PassResult
+) -> dict[int, list[TokenScore]]:
+    """Log-probabilities of emitted tokens, for the requests that want them."""
+    found = {}
+    for place, (request, (path, emitted_ids), start) in enumerate(
+        zip(requests, acceptances, result.row_starts, strict=True)
+    ):
+        if request.params.logprobs is not None and emitted_ids[-1] != NO_TOKEN:
+            rows = torch.tensor([start + node for node in path], device=result.logits.device)
+            found[place] = score_tokens(result.logits[rows], emitted_ids, request.params.logprobs)
+    return found
+
+
+def _keep_trees(
+    requests: Sequence[StepRequest],
+    drafts: Sequence[HostDraft | None],
+    trees: Sequence[DraftTree],
+    acceptances: Sequence[Acceptance],
+) -> dict[int, StepTree]:
+    """What was checked, for the requests that want to see it."""
+    found = {}
+    for place, (request, draft, tree) in enumerate(zip(requests, drafts, trees, strict=True)):
+        if request.params.keeps_trees:
+            path, emitted_ids = acceptances[place]
+            probabilities = [None] * len(tree) if draft is None else node_probabilities(draft, tree)
+            found[place] = StepTree(tree.token_ids, tree.parents, tuple(probabilities), path, emitted_ids[-1])
+    return found

@@ -21,6 +21,7 @@ class NgramDrafter:
     tap_layers: tuple[int, ...] = ()
     block_size = 8
     max_block_size = MAX_BLOCK_SIZE
+    can_resume = True
 
     def __init__(self, max_ngram: int = 3) -> None:
         self.max_ngram = max_ngram
@@ -38,6 +39,9 @@ class NgramDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[HostDraft]:
         return [self._propose_one(request) for request in requests]
+
+    def resume(self, slot: int, token_ids: Sequence[int]) -> None:
+        self.observe([Observation(slot, token_ids, None)])
 
     def forget(self, slot: int) -> None:
         self._tokens.pop(slot, None)

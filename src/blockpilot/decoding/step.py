@@ -4,12 +4,19 @@
 the next one behind it, before the host has read what it brings. Both give the same tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from blockpilot.core.records import StepTree, TokenScore
 from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.decoding.adjusting import Adjustment
 from blockpilot.decoding.drafter import DraftRequest
 from blockpilot.pilots.base import Choice, Pilot, PilotInputs
+
+NO_FAILURES: Mapping[int, str] = MappingProxyType({})
+NO_SCORES: Mapping[int, Sequence[TokenScore]] = MappingProxyType({})
+NO_TREES: Mapping[int, StepTree] = MappingProxyType({})
 
 
 class StepRequest(NamedTuple):
@@ -22,6 +29,7 @@ class StepRequest(NamedTuple):
     memory: Any  # the pilot's
     inputs: PilotInputs
     choice: Choice
+    adjustment: Adjustment | None = None  # where tokens are chosen by scores that the host makes
 
     @property
     def position(self) -> int:
@@ -50,7 +58,8 @@ class Report(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """What a step has brought each request, and where the time went."""
+    """What a step has brought each request, and where the time went. The token `NO_TOKEN` is one that the target could
+    not choose, because its scores are no numbers; nothing follows it."""
 
     emitted_ids: Sequence[Sequence[int]]
     reports: Sequence[Report]
@@ -58,6 +67,9 @@ class Landed(NamedTuple):
     draft_seconds: float
     select_seconds: float
     verify_seconds: float
+    scores: Mapping[int, Sequence[TokenScore]] = NO_SCORES  # of requests that asked for log-probabilities
+    trees: Mapping[int, StepTree] = NO_TREES  # of requests that keep them
+    failures: Mapping[int, str] = NO_FAILURES  # place of a request -> what went wrong with it alone
 
 
 class StepExecutor(Protocol):

@@ -15,6 +15,7 @@ from blockpilot.core.device import Placement
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import Observation
+from blockpilot.decoding.sampling import best_tokens
 from blockpilot.models.decoder import Decoder
 
 
@@ -27,7 +28,7 @@ class PassResult(NamedTuple):
 
     def best_ids(self) -> Collection[int]:
         """The most likely token of every row, or what the pass has found. Waits for the device."""
-        return self.logits.argmax(dim=-1).tolist() if self.best is None else self.best
+        return best_tokens(self.logits).tolist() if self.best is None else self.best
 
 
 Show = Callable[[list[Observation]], None]  # is told the tokens of a prefill and their taps, in one piece or several

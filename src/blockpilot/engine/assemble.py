@@ -26,6 +26,7 @@ from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash
 from blockpilot.models.eagle3 import Eagle3
 from blockpilot.models.loading import LoadedTarget, check_fit, load_drafter
+from blockpilot.models.memory import require_engine_room
 from blockpilot.models.packing import choose_backend, pack_linear, rows_of, why_unpackable
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -52,6 +53,10 @@ def place_target(decoder: Decoder, config: EngineConfig) -> Placement:
         device=device,
         dtype=torch.float32 if dtype == torch.int8 else dtype,  # of activations and caches
         linear_backend=choose_backend(config.linear_backend, device, dtype),
+    )
+    is_placed = decoder.embed_tokens.weight.device.type == device.type
+    require_engine_room(
+        decoder.config, placement, token_budget=config.token_budget, name="the target", is_placed=is_placed
     )
     if placement.linear_backend != "int8":  # codes have no values to move
         _place(decoder, placement)

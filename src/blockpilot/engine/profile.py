@@ -11,7 +11,8 @@ import torch
 from blockpilot import __version__
 from blockpilot.core.config import cpu_name, profile_file
 from blockpilot.core.errors import BlockPilotError, InputError
-from blockpilot.core.files import write_text
+from blockpilot.core.files import MEGABYTE, read_bytes, remove_leftovers, write_text
+from blockpilot.core.reading import decode_json
 from blockpilot.engine.step_timing import ProfilePlan, Report, time_steps
 from blockpilot.models.packing import REVISION
 from blockpilot.pilots.cost_model import StepCosts
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from blockpilot.engine.llm import LLM
 
 logger = logging.getLogger(__name__)
+MAX_BYTES = 16 * MEGABYTE  # of a profile
+_ADVICE = "name a file written by `blockpilot profile`"
 MAX_ERROR = 0.3  # leave-one-out; a quick measurement beyond it was disturbed
+ENOUGH_ROUNDS = 3  # of a quick measurement; a large model has no time for more
 IDENTITY = ("target", "shape", "drafter", "device", "dtype", "backend", "kernels", "num_threads")
 
 
@@ -34,7 +38,7 @@ def ensure_costs(llm: "LLM") -> StepCosts:
     plan = ProfilePlan.quick(batch_sizes, (min(256, llm.engine.context_length // 2),), is_gpu=is_gpu)
     llm.make_room(max(batch_sizes))
     costs = measure(llm, plan)
-    if costs.key["num_rounds"] < plan.num_rounds or costs.fit_error.leave_one_out > MAX_ERROR:
+    if costs.key["num_rounds"] < min(plan.num_rounds, ENOUGH_ROUNDS) or costs.fit_error.leave_one_out > MAX_ERROR:
         logger.warning("step costs are uncertain because the machine is busy; they are not remembered")
         return costs
     if known is not None and not known.key.get("is_quick"):  # careful measurements stay, though they do not serve here
@@ -102,16 +106,15 @@ def load_profile(key: dict[str, Any]) -> StepCosts | None:
 
 def read_profile(path: Path, key: dict[str, Any] | None = None) -> StepCosts:
     """Costs from a file that the user named. With `key`, those of another machine or pair are refused."""
+    values = decode_json(read_bytes(path, MAX_BYTES), dict[str, Any], f"{path} is no profile", _ADVICE)
     try:
-        costs = StepCosts.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"{path} is no profile: {getattr(error, 'strerror', None) or error}") from error
+        costs = StepCosts.from_dict(values)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from error
+        raise InputError(f"{path} is no profile: {error}; {_ADVICE}") from error
     if key is not None and (differing := [name for name in IDENTITY if costs.key.get(name) != key[name]]):
         name = differing[0]
         raise InputError(
-            f"{path} is stale: it was measured with {name} {costs.key.get(name)!r}, and this is {key[name]!r}; "
+            f"{path} is stale: it was measured with {name} {costs.key.get(name)!r:.80}, and this is {key[name]!r}; "
             "measure again with `blockpilot profile`"
         )
     return costs
@@ -120,7 +123,9 @@ def read_profile(path: Path, key: dict[str, Any] | None = None) -> StepCosts:
 def remember(costs: StepCosts) -> StepCosts:
     """Write the costs where `load_profile` looks. A cache that cannot be written costs time, not the answer."""
     try:
-        write_text(profile_path(dict(costs.key)), json.dumps(costs.to_dict(), indent=1) + "\n")
+        path = profile_path(dict(costs.key))
+        remove_leftovers(path.parent, days=1)
+        write_text(path, json.dumps(costs.to_dict(), indent=1) + "\n")
     except BlockPilotError as error:
         logger.warning("the profile is not remembered: %s", error)
     return costs

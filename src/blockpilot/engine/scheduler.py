@@ -44,9 +44,12 @@ class Scheduler:
         self.prefilling.remove(sequence)
         self.decoding.append(sequence)
 
+    @property
+    def everyone(self) -> list[Sequence]:
+        return [*self.waiting, *self.prefilling, *self.decoding]
+
     def find(self, request_id: int) -> Sequence | None:
-        everyone = [*self.waiting, *self.prefilling, *self.decoding]
-        return next((sequence for sequence in everyone if sequence.request_id == request_id), None)
+        return next((sequence for sequence in self.everyone if sequence.request_id == request_id), None)
 
     def remove(self, sequence: Sequence) -> None:
         for queue in (self.waiting, self.prefilling, self.decoding):

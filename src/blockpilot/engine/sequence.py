@@ -4,8 +4,11 @@ from collections.abc import Sequence as Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from blockpilot.core.records import Completion, StepRecord
+from blockpilot.core.errors import describe_failure
+from blockpilot.core.records import Completion, StepRecord, TokenScore
 from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.decoding.adjusting import Adjustment
+from blockpilot.decoding.guiding import GuideState
 from blockpilot.pilots.base import Pilot, PilotInputs
 from blockpilot.text.detokenizer import IncrementalDetokenizer, StopMatcher
 
@@ -22,14 +25,23 @@ class Sequence:
     memory: Any = None  # the pilot's, from the end of prefill on
     slot: int = -1
     num_prefilled: int = 0
+    num_reused: int = 0  # prompt tokens whose rows were there already
     output_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
+    error: str | None = None
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     steps: list[StepRecord] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)  # of the answer's tokens, where they are asked for
+    guide: GuideState | None = None
 
     def __post_init__(self) -> None:
+        self.adjustment: Adjustment | None = None
+        if self.params.is_adjusted:
+            self.adjustment = Adjustment(
+                params=self.params, prompt_ids=self.prompt_ids, output_ids=self.output_ids, guide=self.guide
+            )
         self._stops = StopMatcher(self.params.stop)
         self._end_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:
@@ -95,7 +107,13 @@ class Sequence:
         return len(self.output_ids) - first
 
     def write(self) -> None:
-        """Text of the tokens that have none yet."""
+        """Text of the tokens that have none yet. A detokenizer that fails ends its own request alone."""
+        try:
+            self._write()
+        except Exception as error:
+            self.fail(describe_failure("its text could not be made", error))
+
+    def _write(self) -> None:
         pieces = []
         for token_id in self.output_ids[self._num_written :]:
             pieces.append(self._stops.push(self.detokenizer.push(token_id)))
@@ -123,7 +141,13 @@ class Sequence:
         if self._stops.is_stopped:
             self.finish_reason = "stop"
 
+    def fail(self, error: str) -> None:
+        """End with an error of its own. Its text stays as far as it is known."""
+        if self.error is None:
+            self.finish_reason, self.error, self._is_closed = "error", error, True
+
     def abort(self) -> None:
+        """End it where it stands."""
         self.finish_reason = self.finish_reason or "abort"
         self.write()
 
@@ -132,8 +156,11 @@ class Sequence:
             text=self.text,
             token_ids=list(self.output_ids),
             num_prompt_tokens=len(self.prompt_ids),
+            num_reused_tokens=self.num_reused,
             finish_reason=self.finish_reason or "abort",
             prefill_seconds=self.prefill_seconds,
             decode_seconds=self.decode_seconds,
             steps=list(self.steps),
+            scores=list(self.scores),
+            error=self.error,
         )

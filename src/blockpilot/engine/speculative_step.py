@@ -9,17 +9,21 @@ Executors draft, check and accept (`decoding/host_step.py`, `gpu/step.py`). Loss
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Collection
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from blockpilot.core.errors import describe_failure
 from blockpilot.core.records import StepRecord
 from blockpilot.decoding.drafter import Drafter
-from blockpilot.decoding.step import Report, StepExecutor, StepRequest
+from blockpilot.decoding.sampling import NO_TOKEN
+from blockpilot.decoding.step import Landed, Report, StepExecutor, StepRequest
 from blockpilot.engine.sequence import Sequence
-from blockpilot.pilots.base import PLAIN, Asked, Choice, Outcome, PilotInputs
+from blockpilot.pilots.base import PLAIN, Asked, Choice, Outcome, Pilot, PilotInputs
+from blockpilot.pilots.live_costs import LiveCosts
 
 Choices = Mapping[Sequence, Choice]
 NO_CHOICES: Choices = MappingProxyType({})
@@ -35,11 +39,13 @@ class StepInFlight:
     choose_seconds: float  # that somebody has waited for
 
 
-@dataclass(frozen=True)
+@dataclass
 class DecodeLoop:
     executors: Collection[StepExecutor]  # the first that can takes a step; the host's, the last, always can
     drafter: Drafter | None
     buckets: tuple[int, ...]  # of the target's checks
+    target_name: str = "the target"
+    live_costs: LiveCosts | None = None  # told what steps take, where pilots follow the machine
 
     def begin(self, sequences: Collection[Sequence], chosen: Choices, started: float) -> StepInFlight:
         """`chosen` are choices that pilots have made for this step already."""
@@ -90,24 +96,33 @@ class DecodeLoop:
         """
         is_wanted = [sequence.is_active for sequence in step.sequences]
         landed = step.executor.land(step.ticket, is_wanted)
-        grown: list[tuple[Sequence, StepRequest, Report, int]] = []
+        if self.live_costs is not None:
+            self.live_costs.note(*_measured(step, landed))
+        grown: list[tuple[int, Sequence, StepRequest, Report, int]] = []
         outcomes: dict[int, list[Outcome]] = {}  # by pilot
         for place, (sequence, request) in enumerate(zip(step.sequences, step.requests, strict=True)):
             if is_wanted[place]:
                 report = landed.reports[place]
-                count = sequence.take(landed.emitted_ids[place])
-                grown.append((sequence, request, report, count))
-                if request.block_size > 1 and sequence.is_active:
+                emitted, failure = landed.emitted_ids[place], landed.failures.get(place)
+                if failure is not None and emitted[-1] == NO_TOKEN:
+                    emitted = emitted[:-1]
+                count = self.grow(sequence, emitted)
+                sequence.scores += landed.scores.get(place, ())[:count]
+                if failure is not None:
+                    sequence.fail(failure)
+                grown.append((place, sequence, request, report, count))
+                if request.block_size > 1 and sequence.is_active and sequence.guide is None:  # guides change trees
                     outcomes.setdefault(id(request.pilot), []).append(_outcome(sequence, request, report, count))
         started = time.perf_counter()
-        for sequence, *_ in grown:
+        for _, sequence, *_ in grown:
             if found := outcomes.pop(id(sequence.pilot), None):
-                sequence.pilot.learn(found)
+                with ending_alone(sequence.pilot, [one for _, one, *_ in grown if one.pilot is sequence.pilot]):
+                    sequence.pilot.learn(found)
         is_waiting = step.executor is self.executors[-1]  # a device works on the next step meanwhile
         learn_seconds = time.perf_counter() - started if is_waiting else 0.0
         seconds = landed.time - step.started + learn_seconds
         pilot_seconds = step.choose_seconds + landed.select_seconds + learn_seconds
-        for sequence, request, report, count in grown:
+        for place, sequence, request, report, count in grown:
             sequence.decode_seconds += seconds
             sequence.steps.append(
                 StepRecord(  # in their order: naming them takes longer than the rest
@@ -117,14 +132,40 @@ class DecodeLoop:
                     landed.draft_seconds,
                     landed.verify_seconds,
                     pilot_seconds,
+                    landed.trees.get(place),
+                    report.promised,
                 )
             )
-        return [sequence for sequence, *_ in grown], landed.time
+        return [sequence for _, sequence, *_ in grown], landed.time
+
+    def grow(self, sequence: Sequence, token_ids: Collection[int]) -> int:
+        """Let an answer take tokens; returns how many. The last may be one that the target could not choose."""
+        if not token_ids or token_ids[-1] != NO_TOKEN:
+            return sequence.take(token_ids)
+        count = sequence.take(token_ids[:-1])
+        if sequence.finish_reason is None:
+            place = len(sequence.output_ids) + 1
+            sequence.fail(
+                f"{self.target_name} gives no finite scores for token {place} of the answer: its weights are damaged, "
+                "or numbers outgrow the dtype (try --dtype float32)"
+            )
+        return count
 
     def _inputs(self, sequences: Collection[Sequence]) -> list[PilotInputs]:
         drafter = self.drafter
         largest, trained = (drafter.max_block_size, drafter.block_size) if drafter else (1, 1)
         return [sequence.pilot_inputs(len(sequences), largest, trained, self.buckets) for sequence in sequences]
+
+
+@contextmanager
+def ending_alone(pilot: Pilot, sequences: Iterable[Sequence]) -> Iterator[None]:
+    """A pilot that fails ends its own requests, and nobody else's."""
+    try:
+        yield
+    except Exception as error:
+        reason = describe_failure(f"pilot {pilot.name!r} failed", error)
+        for sequence in sequences:
+            sequence.fail(reason)
 
 
 def _complete(sequences: Collection[Sequence], inputs: Collection[PilotInputs], chosen: Choices) -> list[Choice]:
@@ -139,8 +180,10 @@ def _complete(sequences: Collection[Sequence], inputs: Collection[PilotInputs], 
             groups.setdefault(id(sequence.pilot), []).append(place)
     for places in groups.values():
         asked = [Asked(sequences[place].memory, inputs[place]) for place in places]
-        for place, choice in zip(places, sequences[places[0]].pilot.choose(asked), strict=True):
-            found[place] = choice
+        pilot = sequences[places[0]].pilot
+        with ending_alone(pilot, [sequences[place] for place in places]):
+            for place, choice in zip(places, pilot.choose(asked), strict=True):
+                found[place] = choice
     return found
 
 
@@ -148,9 +191,18 @@ def _requests(
     sequences: Collection[Sequence], inputs: Collection[PilotInputs], choices: Collection[Choice]
 ) -> list[StepRequest]:
     return [
-        StepRequest(one.slot, one.anchor_id, one.params, one.pilot, one.memory, given, choice)
+        StepRequest(one.slot, one.anchor_id, one.params, one.pilot, one.memory, given, choice, one.adjustment)
         for one, given, choice in zip(sequences, inputs, choices, strict=True)
     ]
+
+
+def _measured(step: StepInFlight, landed: Landed) -> tuple[list[int], list[int], int, float, float]:
+    """A step on the host, as `LiveCosts` takes it; profiles count what the pilot does behind a draft to the check."""
+    drafts = [request.block_size for request in step.requests if request.block_size > 1]
+    checks = [report.verify_size for report in landed.reports]
+    context = sum(request.inputs.context_length for request in step.requests) // len(checks)
+    check_ms = 1e3 * (landed.select_seconds + landed.verify_seconds)
+    return drafts, checks, context, 1e3 * landed.draft_seconds, check_ms
 
 
 def _outcome(sequence: Sequence, request: StepRequest, report: Report, emitted: int) -> Outcome:

@@ -72,7 +72,7 @@ class ProfilePlan:
             verify_totals=GPU_TOTALS if is_gpu else (1, 2, 4, 8, 10, 16, 32),
             batch_sizes=batch_sizes,
             contexts=contexts,
-            num_rounds=3,
+            num_rounds=3 if is_gpu else 15,  # a CPU does other work, too
             budget_seconds=3.0,
             is_quick=True,
         )
@@ -139,6 +139,7 @@ class _NoDrafter:
     name = "none"
     tap_layers: tuple[int, ...] = ()
     block_size = max_block_size = NUM_POSITIONS + 1
+    can_resume = False
 
     def observe(self, observations: Sequence[Observation]) -> None: ...
 
@@ -146,6 +147,8 @@ class _NoDrafter:
         return [_random_draft(1)] * len(requests)
 
     def forget(self, slot: int) -> None: ...
+
+    def resume(self, slot: int, token_ids: Sequence[int]) -> None: ...
 
 
 @dataclass

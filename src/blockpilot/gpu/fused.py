@@ -66,7 +66,7 @@ class FusedLayers:
         norms = None
         if attention.q_norm is not None and attention.k_norm is not None:
             norms = _norm(attention.q_norm), _norm(attention.k_norm)
-        return AttentionLayer(keys, values, self.rope, norms, self.num_heads)
+        return AttentionLayer(keys, values, self.rope, norms, self.num_heads, attention.qkv_proj.bias)
 
     def mlp(self, mlp: MLP, x: Tensor) -> Parts:
         gated = self.kernels.gated_linear(x, mlp.gate_up_proj.weight)

@@ -74,6 +74,7 @@ class AttentionLayer(NamedTuple):
     rope: Rope
     norms: tuple[Norm, Norm] | None  # of queries and keys
     num_heads: int
+    bias: Tensor | None = None  # [(H + 2 Hkv) * D], added to the product in float32
 
 
 class ContextLayers(NamedTuple):

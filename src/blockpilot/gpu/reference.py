@@ -43,7 +43,8 @@ def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Parts:
 
 def rotate_store(qkv: Parts, layer: AttentionLayer, positions: Tensor, slots: Tensor, starts: Tensor) -> Tensor:
     num_kv, dim = layer.keys.shape[1], layer.keys.shape[3]
-    heads = qkv.total.float().view(len(positions), -1, dim)
+    product = qkv.total.float()
+    heads = (product if layer.bias is None else product + layer.bias.float()).view(len(positions), -1, dim)
     q, k, v = heads.split((layer.num_heads, num_kv, num_kv), dim=1)
     if layer.norms is not None:
         q, k = (

@@ -150,7 +150,7 @@ class DeviceExecutor:
                     self._find_growth(self._find_step(draft, check), choice)
 
     def begin(self, requests: Sequence[StepRequest]) -> Ticket | None:
-        if any(request.params.is_filtered for request in requests):
+        if any(request.params.needs_host for request in requests):
             return None
         is_plain = all(request.block_size == 1 for request in requests)
         return self._begin_plain(requests) if is_plain else self._begin_drafted(requests)

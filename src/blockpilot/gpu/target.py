@@ -18,6 +18,7 @@ from blockpilot.core.device import Placement
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import Observation
+from blockpilot.decoding.sampling import NO_TOKEN
 from blockpilot.decoding.target import PassResult, Show, TargetRunner, show_nobody
 from blockpilot.gpu.buckets import (
     CHECK_TOKENS,
@@ -137,6 +138,8 @@ class GpuTargetRunner(TargetRunner):
             if ended:
                 places, rows = torch.tensor(ended, device=self.device).T
                 logits[rows], hidden[rows] = piece.logits[places], piece.hidden[places]
+        is_finite = logits.amax(dim=-1).isfinite().tolist()
+        best = [token if is_number else NO_TOKEN for token, is_number in zip(best, is_finite, strict=True)]
         return PassResult(logits, None, range(num_requests), hidden, best)
 
     def _read(
@@ -321,7 +324,7 @@ class GpuTargetRunner(TargetRunner):
 
 def _words(params: Collection[SamplingParams], num_requests: int) -> Collection[Words]:
     """How each request samples inside of a pass; what is filtered is chosen outside."""
-    return [GREEDY if one.is_filtered else one.words for one in params] or [GREEDY] * num_requests
+    return [GREEDY if one.is_filtered or one.is_adjusted else one.words for one in params] or [GREEDY] * num_requests
 
 
 def _max_rows(config: DecoderConfig, placement: Placement) -> int:

@@ -1,5 +1,5 @@
-"""The only causal decoder (Llama, Qwen3 and Qwen3-MoE, told apart by switches in its config) and its building blocks,
-which the drafters share.
+"""The only causal decoder (Llama, Qwen2, Qwen3 and Qwen3-MoE, told apart by switches in its config) and its building
+blocks, which the drafters share.
 
 Tokens of all requests in a step lie packed along one axis of length N; linear layers do not know where one request
 ends. Attention does, so it is passed in as a function: `attend(layer, q, k, v)` stores the new keys and values wherever
@@ -81,7 +81,7 @@ def apply_rotary(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Projections around `attend`: fused q/k/v, optional q/k norm, rotary, output."""
+    """Projections around `attend`: fused q/k/v, optional biases and q/k norm, rotary, output."""
 
     def __init__(self, config: DecoderConfig, index: int, input_size: int | None = None) -> None:
         """`input_size` is the width of what is read, where that is not the hidden size (EAGLE-3 reads two vectors)."""
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         self.index = index
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv_proj = nn.Linear(input_size or config.hidden_size, rows, bias=False)
+        self.qkv_proj = nn.Linear(input_size or config.hidden_size, rows, bias=config.has_qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
         if config.has_qk_norm:
             self.q_norm: RMSNorm | None = RMSNorm(config.head_dim, config.norm_eps)

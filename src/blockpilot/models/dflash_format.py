@@ -5,13 +5,25 @@ rows of the target's head that the drafter looks at, because on a CPU the full h
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.config import DecoderConfig, layer_shapes_dict, naming_keys, parse_layer_shapes, require_values
+from blockpilot.models.config import (
+    DecoderConfig,
+    Layer,
+    Layers,
+    Size,
+    TokenId,
+    VocabSize,
+    layer_shapes_dict,
+    parse_layer_shapes,
+    read_keys,
+    require_values,
+)
 from blockpilot.models.dflash import DFlash, DFlashConfig
 from blockpilot.models.tensor_files import read_safetensors_folder
 from blockpilot.models.weights import (
@@ -20,8 +32,38 @@ from blockpilot.models.weights import (
     assemble,
     decoder_layer_names,
     disassemble,
+    require_depth,
     write_model_folder,
 )
+
+_BlockSize = Annotated[int, Meta(ge=1, le=1024)]
+_Taps = Annotated[list[Layer], Meta(min_length=1, max_length=64)]
+
+
+class _Drafter(TypedDict):
+    block_size: NotRequired[_BlockSize]
+    num_target_layers: NotRequired[Layers]
+    dflash_config: NotRequired[dict[str, Any]]
+
+
+class _Options(TypedDict):
+    mask_token_id: TokenId
+    target_layer_ids: _Taps
+    block_size: NotRequired[_BlockSize]
+    conv_kernel_size: NotRequired[Annotated[int, Meta(ge=0, le=64)]]
+    conv_group_size: NotRequired[Size]
+    selector_rank: NotRequired[Annotated[int, Meta(ge=0, le=4096)]]
+    selector_top_k: NotRequired[Annotated[int, Meta(ge=1, le=64)]]
+
+
+class _Speculators(TypedDict):
+    transformer_layer_config: dict[str, Any]
+    aux_hidden_state_layer_ids: Annotated[list[Annotated[int, Meta(ge=1, le=1024)]], Meta(min_length=1, max_length=64)]
+    mask_token_id: TokenId
+    block_size: _BlockSize
+    num_target_layers: NotRequired[Layers]  # this format does not have to say
+    draft_vocab_size: NotRequired[VocabSize]
+
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 HEAD_ROWS = "draft_token_ids"
@@ -33,7 +75,9 @@ _TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")  # spec
 def load_dflash(folder: Path, raw: dict[str, Any], dtype: torch.dtype) -> DFlash:
     """The drafter in a folder, whose configuration is `raw`."""
     config = parse_dflash_config(raw, str(folder / "config.json"))
-    tensors, table = read_safetensors_folder(folder), dflash_names(config)
+    tensors = read_safetensors_folder(folder)
+    require_depth(config.layers.num_layers, len(tensors), str(folder))
+    table = dflash_names(config)
     ignored = (HEAD_ROWS, *(_TARGET_COPIES if raw.get("speculators_model_type") else ()))
     model = assemble(
         lambda: DFlash(config), table=table, tensors=tensors, where=str(folder), dtype=dtype, ignored=ignored
@@ -69,20 +113,29 @@ def dflash_names(config: DFlashConfig) -> NameTable:
 def parse_dflash_config(raw: dict[str, Any], where: str) -> DFlashConfig:
     if raw.get("speculators_model_type"):
         raw = _from_speculators(raw, where)
-    options = raw.get("dflash_config") or {}
-    require_values(options, _SUPPORTED, f"{where}: dflash_config")
-    with naming_keys(where):
-        return DFlashConfig(
-            layers=DecoderConfig(architecture="qwen3", is_tied=True, **parse_layer_shapes(raw, where)),
-            block_size=int(raw.get("block_size") or options["block_size"]),
-            mask_token_id=int(options["mask_token_id"]),
-            tap_layers=tuple(options["target_layer_ids"]),
-            num_target_layers=None if raw["num_target_layers"] is None else int(raw["num_target_layers"]),
-            conv_kernel_size=int(options.get("conv_kernel_size", 0)),
-            conv_group_size=int(options.get("conv_group_size", 16)),
-            selector_rank=int(options.get("selector_rank", 0)),
-            selector_top_k=int(options.get("selector_top_k", 16)),
-        )
+    given = read_keys(raw, _Drafter, where)
+    if "num_target_layers" not in raw:
+        raise InputError(f"{where}: key 'num_target_layers' is missing")
+    all_options = given.get("dflash_config", {})
+    require_values(all_options, _SUPPORTED, f"{where}: dflash_config")
+    shapes, options = parse_layer_shapes(raw, where), read_keys(all_options, _Options, f"{where}: dflash_config")
+    block_size = given.get("block_size", options.get("block_size"))
+    if block_size is None:
+        raise InputError(f"{where}: key 'block_size' is missing")
+    group = options.get("conv_group_size", 16)
+    if options.get("conv_kernel_size") and shapes["hidden_size"] % group:
+        raise InputError(f"{where}: hidden_size {shapes['hidden_size']} is no multiple of conv_group_size {group}")
+    return DFlashConfig(
+        layers=DecoderConfig(architecture="qwen3", is_tied=True, **shapes),
+        block_size=block_size,
+        mask_token_id=options["mask_token_id"],
+        tap_layers=tuple(options["target_layer_ids"]),
+        num_target_layers=given.get("num_target_layers"),
+        conv_kernel_size=options.get("conv_kernel_size", 0),
+        conv_group_size=group,
+        selector_rank=options.get("selector_rank", 0),
+        selector_top_k=options.get("selector_top_k", 16),
+    )
 
 
 def dflash_config_dict(config: DFlashConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -113,17 +166,16 @@ def dflash_config_dict(config: DFlashConfig, dtype: torch.dtype) -> dict[str, An
 
 def _from_speculators(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """The speculators layout in z-lab words; its layer ids count the embedding as layer 0."""
-    if raw.get("draft_vocab_size") not in (None, raw.get("transformer_layer_config", {}).get("vocab_size")):
+    given = read_keys(raw, _Speculators, where)
+    shapes = given["transformer_layer_config"]
+    if given.get("draft_vocab_size") not in (None, shapes.get("vocab_size")):
         raise InputError(f"{where}: a reduced draft vocabulary (draft_vocab_size) is not supported in this format")
-    with naming_keys(where):
-        shapes = dict(raw["transformer_layer_config"])
-        taps = [layer - 1 for layer in raw["aux_hidden_state_layer_ids"]]
-        options = {"mask_token_id": raw["mask_token_id"], "target_layer_ids": taps}
-        return shapes | {
-            "block_size": raw["block_size"],
-            "num_target_layers": raw.get("num_target_layers"),  # this format does not say
-            "dflash_config": options,
-        }
+    taps = [layer - 1 for layer in given["aux_hidden_state_layer_ids"]]
+    return shapes | {
+        "block_size": given["block_size"],
+        "num_target_layers": given.get("num_target_layers"),
+        "dflash_config": {"mask_token_id": given["mask_token_id"], "target_layer_ids": taps},
+    }
 
 
 def _check_head_rows(rows: Tensor, config: DFlashConfig, where: str) -> Tensor:

@@ -9,13 +9,23 @@ names the layer whose OUTPUT is read, as SGLang does. Ours are outputs; both are
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.models.config import DecoderConfig, layer_shapes_dict, naming_keys, parse_layer_shapes, require_values
+from blockpilot.models.config import (
+    DecoderConfig,
+    Layers,
+    Size,
+    VocabSize,
+    layer_shapes_dict,
+    parse_layer_shapes,
+    read_keys,
+    require_values,
+)
 from blockpilot.models.eagle3 import NUM_TAPS, Eagle3, Eagle3Config
 from blockpilot.models.packing import quantize_linears
 from blockpilot.models.tensor_files import read_safetensors_folder
@@ -32,6 +42,27 @@ ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Spec
 TAP_KEY = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING = "embed_tokens.weight"
 VOCABULARY_TENSORS = ("d2t", "t2d")
+_Taps = Annotated[list[Annotated[int, Meta(ge=-1, le=1024)]], Meta(max_length=64)]
+
+
+class _Drafter(TypedDict, total=False):
+    eagle_config: dict[str, Any]
+    num_target_layers: Layers
+    draft_vocab_size: VocabSize
+    target_hidden_size: Size
+    norm_before_residual: bool
+    eagle_aux_hidden_state_layer_ids: _Taps  # TAP_KEY
+    aux_hidden_state_layer_ids: _Taps
+
+
+class _Options(TypedDict, total=False):
+    eagle_aux_hidden_state_layer_ids: _Taps
+
+
+class _Speculators(TypedDict):
+    transformer_layer_config: dict[str, Any]
+
+
 _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
 
 
@@ -74,19 +105,21 @@ def eagle3_names(config: Eagle3Config, layer_name: str) -> NameTable:
 
 def parse_eagle3_config(raw: dict[str, Any], where: str, *, num_target_layers: int) -> Eagle3Config:
     require_values(raw, dict.fromkeys(_UNSUPPORTED, False), where)
-    require_values(raw.get("eagle_config") or {}, {"use_aux_hidden_state": True}, f"{where}: eagle_config")
-    with naming_keys(where):  # the shapes of the layer stand at the top, or in speculators' own section
-        keys = dict(raw["transformer_layer_config"] if raw.get("speculators_model_type") else raw)
+    given = read_keys(raw, _Drafter, where)
+    require_values(given.get("eagle_config", {}), {"use_aux_hidden_state": True}, f"{where}: eagle_config")
+    keys = raw  # the shapes of the layer stand at the top, or in speculators' own section
+    if raw.get("speculators_model_type"):
+        keys = read_keys(raw, _Speculators, where)["transformer_layer_config"]
     require_values(keys, {"model_type": "llama", "num_hidden_layers": 1}, where)
     shapes = parse_layer_shapes(keys, where)
-    depth = int(raw.get("num_target_layers") or num_target_layers)
+    depth = given.get("num_target_layers", num_target_layers)
     config = Eagle3Config(
         layers=DecoderConfig(architecture="llama", is_tied=False, **shapes),
-        draft_vocab_size=int(raw.get("draft_vocab_size") or shapes["vocab_size"]),
-        tap_layers=_tap_layers(raw, where, depth),
+        draft_vocab_size=given.get("draft_vocab_size", shapes["vocab_size"]),
+        tap_layers=_tap_layers(given, where, depth),
         num_target_layers=depth,
-        target_hidden_size=int(raw.get("target_hidden_size") or shapes["hidden_size"]),
-        is_residual_normed=bool(raw.get("norm_before_residual", False)),
+        target_hidden_size=given.get("target_hidden_size", shapes["hidden_size"]),
+        is_residual_normed=given.get("norm_before_residual", False),
     )
     if not 1 <= config.draft_vocab_size <= shapes["vocab_size"]:
         raise InputError(
@@ -116,18 +149,18 @@ def eagle3_config_dict(config: Eagle3Config, dtype: torch.dtype) -> dict[str, An
     }
 
 
-def _tap_layers(raw: dict[str, Any], where: str, depth: int) -> tuple[int, ...]:
+def _tap_layers(given: Mapping[str, Any], where: str, depth: int) -> tuple[int, ...]:
     """Output ids of the tap layers; the two keys that may name them must agree."""
-    by_input = raw.get(TAP_KEY) or raw.get("aux_hidden_state_layer_ids")  # newer speculators drop the prefix
-    by_output = (raw.get("eagle_config") or {}).get(TAP_KEY)
-    if by_input and by_output and [layer - 1 for layer in by_input] != list(by_output):
+    by_input = given.get(TAP_KEY) or given.get("aux_hidden_state_layer_ids")  # newer speculators drop the prefix
+    by_output = read_keys(given.get("eagle_config", {}), _Options, f"{where}: eagle_config").get(TAP_KEY)
+    if by_input and by_output and [layer - 1 for layer in by_input] != by_output:
         raise InputError(
             f"{where}: {TAP_KEY} {by_input} (inputs) and eagle_config.{TAP_KEY} {by_output} (outputs) name other layers"
         )
     layers = by_output or [layer - 1 for layer in by_input or (2, depth // 2, depth - 3)]
     if len(layers) != NUM_TAPS:
         raise InputError(f"{where}: {TAP_KEY} must name {NUM_TAPS} layers, got {len(layers)}")
-    return tuple(int(layer) for layer in layers)
+    return tuple(layers)
 
 
 def _read_vocabulary(tensors: Mapping[str, Tensor], config: Eagle3Config, where: str) -> Tensor:

@@ -5,17 +5,25 @@ removed. A small marker file tells our exports apart from folders that somebody 
 """
 
 import json
+import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from blockpilot.core.checksums import is_intact, write_list
 from blockpilot.core.config import cache_dir
 from blockpilot.core.errors import BlockPilotError, InputError
-from blockpilot.core.files import ensure_folder, write_text
+from blockpilot.core.files import (
+    ensure_folder,
+    reason_of,
+    remove_leftovers,
+    sync_folder,
+    unfinished_folder,
+    write_text,
+)
 from blockpilot.core.progress import Report
 from blockpilot.models.config import single_or_list
 from blockpilot.models.dflash import DFlash
@@ -23,6 +31,7 @@ from blockpilot.models.loading import LoadedTarget, load_drafter, load_target, s
 from blockpilot.models.shipped import DRAFTERS
 from blockpilot.models.weights import save_decoder_folder
 
+logger = logging.getLogger(__name__)
 MARKER = "blockpilot_export.json"
 
 
@@ -47,16 +56,19 @@ def public_drafter(spec: str) -> str:
     if spec not in DRAFTERS:
         return spec
     folder = cache_dir() / "exported" / DRAFTERS[spec].sha256[:12] / spec
-    return str(folder if folder.is_dir() else export_drafter(spec, folder))
+    if not is_intact(folder):
+        if folder.exists():
+            logger.warning("%s is incomplete or damaged, and made anew", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+        write_list(export_drafter(spec, folder))  # last: without it nothing counts
+    return str(folder)
 
 
 def _write_whole(out: Path, source: str, write: Callable[[Path], None]) -> Path:
     """Fill a folder beside its place, mark what it was exported from, then give it its name."""
     parent = ensure_folder(out.absolute().parent)
-    try:
-        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=parent))
-    except OSError as error:
-        raise InputError(f"cannot write in folder {parent}: {error.strerror}; choose another place") from error
+    remove_leftovers(parent, out.name, days=1)
+    temporary = unfinished_folder(parent / out.name)
     try:
         write(temporary)
         write_text(temporary / MARKER, json.dumps({"source": source}, indent=2) + "\n")
@@ -64,8 +76,9 @@ def _write_whole(out: Path, source: str, write: Callable[[Path], None]) -> Path:
         if out.exists():
             shutil.rmtree(out)
         os.replace(temporary, out)
+        sync_folder(parent)
     except OSError as error:
-        raise BlockPilotError(f"cannot write {out}: {error.strerror}") from error
+        raise BlockPilotError(f"cannot write {out}: {reason_of(error)}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
@@ -73,9 +86,9 @@ def _write_whole(out: Path, source: str, write: Callable[[Path], None]) -> Path:
 
 def check_destination(out: Path) -> None:
     """Refuse to overwrite what is not an earlier export."""
-    if not out.exists():
+    if not os.path.lexists(out):
         return
-    if not out.is_dir():
+    if not os.path.isdir(out):
         raise InputError(f"{out} exists and is not a folder; choose another place")
     if any(out.iterdir()) and not (out / MARKER).is_file():
         raise InputError(f"{out} is not empty and not an earlier export; choose another folder")

@@ -3,6 +3,7 @@
 A drafter's checkpoint is read by the architecture that its config names, and must fit its target.
 """
 
+import os.path
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +13,14 @@ import torch
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.progress import Report
 from blockpilot.models import dflash_format, eagle3_format
-from blockpilot.models.config import DecoderConfig
+from blockpilot.models.config import DecoderConfig, brief, read_architectures
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash, DFlashConfig
 from blockpilot.models.eagle3 import Eagle3, Eagle3Config
 from blockpilot.models.gguf import load_decoder_gguf
-from blockpilot.models.presets import PRESETS, fetch_preset
+from blockpilot.models.presets import PRESETS, fetch_preset, recognize
 from blockpilot.models.quantized_folders import quantize_folder
-from blockpilot.models.shipped import shipped_folder
+from blockpilot.models.shipped import DRAFTERS, checked_folder, shipped_folder
 from blockpilot.models.weights import load_decoder_folder, read_config
 from blockpilot.text.tokenizer import Tokenizer
 
@@ -31,7 +32,7 @@ _HUB_FILES = ["*.json", "*.jinja", "*.safetensors"]
 class LoadedTarget:
     decoder: Decoder
     tokenizer: Tokenizer
-    name: str  # as the user gave it
+    name: str  # as the user gave it; a preset's, where the file is one
     path: Path  # the file or folder it was read from
     dtype: torch.dtype = torch.float32  # what it was loaded for; int8: its linear layers have codes and no values
 
@@ -62,44 +63,46 @@ def load_target(
         )
     else:
         decoder, tokenizer, dtype = load_decoder_gguf(path, dtype)
-    if tokenizer.vocab_size > decoder.config.vocab_size:
+    num_ids = max(tokenizer.vocab_size, tokenizer.highest_id + 1 if path.is_dir() else 0)
+    if num_ids > decoder.config.vocab_size:
         raise InputError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {decoder.config.vocab_size}; "
+            f"{path}: the tokenizer has {num_ids} tokens, the model only {decoder.config.vocab_size}; "
             "they do not belong together"
         )
-    return LoadedTarget(decoder=decoder, tokenizer=tokenizer, name=spec, path=path, dtype=dtype)
+    name = spec if spec in PRESETS or path.is_dir() else recognize(path) or spec
+    return LoadedTarget(decoder=decoder, tokenizer=tokenizer, name=name, path=path, dtype=dtype)
 
 
 def _locate_target(spec: str, progress: Report | None = None) -> Path:
     """The file or folder a target is read from; presets and hub models are fetched."""
     if spec in PRESETS:
         return fetch_preset(spec, progress)
-    path = Path(spec).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(spec))
+    if os.path.isdir(path):
         return path
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix.lower() != ".gguf":
             raise InputError(f"{spec} is a file but no .gguf: give a model folder, a GGUF file, a preset or a hub id")
         return path
     if _HUB_ID.fullmatch(spec) and path.suffix.lower() != ".gguf":
         return _fetch_from_hub(spec)
     raise InputError(
-        f"unknown target {spec!r}: no such file or folder, and no preset ({', '.join(PRESETS)}); "
+        f"unknown target {spec!r:.200}: no such file or folder, and no preset ({', '.join(PRESETS)}); "
         "give a preset, a Hugging Face folder, a .gguf file or a hub id such as org/name"
     )
 
 
 def load_drafter(spec: str, dtype: torch.dtype, *, num_target_layers: int = 0) -> DFlash | Eagle3:
     """From a shipped drafter's name, a folder or a hub id. The target's depth settles what EAGLE-3 heads leave open."""
-    folder = resolve_folder(spec)
+    folder = checked_folder(spec) if spec in DRAFTERS else resolve_folder(spec)
     raw = read_config(folder / "config.json")
-    names = raw.get("architectures") or []
+    names = read_architectures(raw, str(folder / "config.json"))
     if any(name in dflash_format.ARCHITECTURES for name in names):
         return dflash_format.load_dflash(folder, raw, dtype)
     if any(name in eagle3_format.ARCHITECTURES for name in names):
         return eagle3_format.load_eagle3(folder, raw, dtype, num_target_layers=num_target_layers)
     known = ", ".join(dflash_format.ARCHITECTURES + eagle3_format.ARCHITECTURES)
-    raise InputError(f"{folder / 'config.json'}: architectures {names} name no drafter; known: {known}")
+    raise InputError(f"{folder / 'config.json'}: architectures {brief(names)} name no drafter; known: {known}")
 
 
 def save_drafter(model: DFlash | Eagle3, folder: Path) -> None:
@@ -142,13 +145,13 @@ def resolve_folder(spec: str) -> Path:
     """A shipped drafter by its name, a local folder as it is, a hub id as its downloaded folder."""
     if (shipped := shipped_folder(spec)) is not None:
         return shipped
-    path = Path(spec).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(spec))
+    if os.path.isdir(path):
         return path
-    if _HUB_ID.fullmatch(spec) and not path.exists():
+    if _HUB_ID.fullmatch(spec) and not os.path.exists(path):
         return _fetch_from_hub(spec)
     raise InputError(
-        f"unknown drafter {spec!r}: give a folder with config.json and safetensors, or a hub id such as org/name"
+        f"unknown drafter {spec!r:.200}: give a folder with config.json and safetensors, or a hub id such as org/name"
     )
 
 

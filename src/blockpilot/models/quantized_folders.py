@@ -1,32 +1,35 @@
 """Hugging Face folders packed to 8 bits: done once per folder, kept in the cache folder.
 
 A matrix becomes codes and scales as in Q8_0: one scale in half precision for 32 neighbours. Norms, routers and
-embeddings that are no head as well stay as they are. The files have the form of `tensor_files.py`.
+embeddings that are no head as well stay as they are. The files have the form of `tensor_files.py`; their checksums lie
+beside them, and what has changed is made anew.
 """
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from blockpilot.core.checksums import is_intact, write_list
 from blockpilot.core.config import cache_dir
 from blockpilot.core.errors import InputError
 from blockpilot.models.block_codes import BlockCodes
+from blockpilot.models.config import DecoderConfig
 from blockpilot.models.packing import require_kernels, require_packable
 from blockpilot.models.tensor_files import (
     CODES,
-    INDEX_FILE,
     METADATA,
     SCALES,
-    SINGLE_FILE,
     SafetensorsFolder,
     read_safetensors_folder,
     write_safetensors_folder,
 )
-from blockpilot.models.weights import decoder_names, is_coded, read_decoder_config
+from blockpilot.models.weights import check_decoder, is_coded, read_decoder_config, read_floats
 
+logger = logging.getLogger(__name__)
 FORMATS = ("q8_0",)
 
 
@@ -38,14 +41,21 @@ def quantize_folder(folder: Path, kind: str) -> Path:
     require_packable(config, str(folder))
     require_kernels()
     place = cache_dir() / "quantized" / f"{folder.resolve().name}-{kind}-{_fingerprint(folder)}"
-    if not any((place / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):  # an index is written last
-        table = decoder_names(config)
-        coded = {source.name for name, row in table.items() if is_coded(name) for source in row}
-        if not config.is_tied:
-            coded -= {source.name for source in table["embed_tokens.weight"]}
-        packed = _pack(read_safetensors_folder(folder), coded)
-        write_safetensors_folder(place, packed, metadata=METADATA)
+    if not is_intact(place):
+        if place.exists():
+            logger.warning("%s is incomplete or damaged, and made anew", place)
+        _write(folder, config, place)
     return place
+
+
+def _write(folder: Path, config: DecoderConfig, place: Path) -> None:
+    tensors = read_safetensors_folder(folder)
+    table = check_decoder(config, tensors, where=str(folder))
+    coded = {source.name for name, row in table.items() if is_coded(name) for source in row}
+    if not config.is_tied:
+        coded -= {source.name for source in table["embed_tokens.weight"]}
+    write_safetensors_folder(place, _pack(tensors, coded, str(folder)), metadata=METADATA)
+    write_list(place)  # last: without it nothing counts
 
 
 def _fingerprint(folder: Path) -> str:
@@ -54,11 +64,11 @@ def _fingerprint(folder: Path) -> str:
     return hashlib.sha256(json.dumps([str(folder.resolve()), found]).encode()).hexdigest()[:12]
 
 
-def _pack(tensors: SafetensorsFolder, coded: set[str]) -> dict[str, Tensor]:
+def _pack(tensors: SafetensorsFolder, coded: set[str], where: str) -> dict[str, Tensor]:
     packed: dict[str, Tensor] = {}
     for name in tensors:
-        if name in coded and tensors[name].dim() == 2:
-            packed |= _codes(name, tensors[name])
+        if name in coded and len(tensors.shape(name)) == 2:
+            packed |= _codes(name, read_floats(name, tensors, where=where))
         else:
             packed[name] = tensors[name]
     return packed

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blockpilot.core.checksums import is_verified
 from blockpilot.core.errors import BlockPilotError
 from blockpilot.core.files import hash_file
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
+WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,32 @@ def shipped_drafter(target: str) -> str | None:
     return next((name for name, drafter in DRAFTERS.items() if drafter.target == target), None)
 
 
+def default_drafter(target: str) -> str:
+    """What drafts where the user names nothing: the drafter that ships for a target, or n-gram lookup."""
+    return shipped_drafter(target) or "ngram"
+
+
 def shipped_folder(name: str) -> Path | None:
     """The folder of a drafter known by name."""
     return ASSETS / name if name in DRAFTERS else None
 
 
+def checked_folder(name: str) -> Path:
+    """The folder, to load it: the weights' checksum is computed if they have changed since it was last right."""
+    weights = ASSETS / name / WEIGHTS
+    return _require(name, weights.is_file() and is_verified(weights, DRAFTERS[name].sha256))
+
+
 def verify_shipped(name: str) -> Path:
     """The folder, after its weights' checksum was computed again."""
-    weights = ASSETS / name / "model.safetensors"
-    if not weights.is_file() or hash_file(weights) != DRAFTERS[name].sha256:
-        raise BlockPilotError(f"{weights} is missing or damaged: install the package again")
-    return weights.parent
+    weights = ASSETS / name / WEIGHTS
+    return _require(name, weights.is_file() and hash_file(weights) == DRAFTERS[name].sha256)
+
+
+def _require(name: str, is_right: bool) -> Path:
+    if not is_right:
+        raise BlockPilotError(f"{ASSETS / name / WEIGHTS} is missing or damaged: install the package again")
+    return ASSETS / name
 
 
 def list_shipped() -> list[dict[str, Any]]:
@@ -63,7 +80,7 @@ def list_shipped() -> list[dict[str, Any]]:
             "path": str(ASSETS / name),
             "bytes": drafter.num_bytes,
             "sha256": drafter.sha256,
-            "cached": (ASSETS / name / "model.safetensors").is_file(),
+            "cached": (ASSETS / name / WEIGHTS).is_file(),
         }
         for name, drafter in DRAFTERS.items()
     ]

@@ -10,17 +10,19 @@ codes. They are read as the float32 weights that they stand for; rounding those 
 (`BlockCodes.quantize`). `recipes/pack_drafter.py` writes such files.
 """
 
+import errno
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import atomic_path, ensure_folder, write_text
+from blockpilot.core.files import MEGABYTE, announce_read, atomic_path, ensure_folder, remove_for_good, write_text
+from blockpilot.core.reading import read_json
 from blockpilot.models.block_codes import BLOCK, BlockCodes
 
 SINGLE_FILE = "model.safetensors"
@@ -30,6 +32,13 @@ STORAGE = "blockpilot_storage"
 INT8_BLOCKS = "int8-blocks-32"
 METADATA = {STORAGE: INT8_BLOCKS}  # this key alone: several are written in any order, and files would differ
 CODES, SCALES = ".codes", ".scales"
+MAX_NAME = 256
+MAX_INDEX_BYTES = 64 * MEGABYTE
+MAX_HEADER_BYTES = 64 * MEGABYTE  # a hundred for each of half a million tensors
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
@@ -41,6 +50,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         self._sources: dict[str, tuple[Path, Any, list[str]]] = {}  # name -> file, its handle, stored tensors
         for path in files:
             try:
+                _check_header(path)
                 handle: Any = safe_open(str(path), framework="pt")
             except (SafetensorError, OSError) as error:
                 raise InputError(f"{path} is truncated or no safetensors file ({error}); fetch it again") from error
@@ -49,20 +59,31 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         self.is_packed = any(len(parts) > 1 for _, _, parts in self._sources.values())
 
     def __getitem__(self, name: str) -> Tensor:
+        parts = self._read(name)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.from_numpy(_join(*parts, where=f"{self._sources[name][0]}: {name}").dequantize())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading the tensor."""
+        _, handle, stored = self._sources[name]
+        return tuple(handle.get_slice(stored[0]).get_shape())
+
+    def _read(self, name: str) -> list[Tensor]:
+        from safetensors import SafetensorError
+
         path, handle, stored = self._sources[name]
         try:
-            parts: list[Tensor] = [handle.get_tensor(part) for part in stored]
-        except Exception as error:  # the library raises its own type and OSError
+            return [handle.get_tensor(part) for part in stored]
+        except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, AttributeError) as error:
             raise InputError(f"{path}: tensor {name} cannot be read ({error}); fetch the file again") from error
-        return parts[0] if len(parts) == 1 else _unpack(*parts, where=f"{path}: {name}")
 
     def require_codes(self, name: str) -> BlockCodes:
         """The codes that a matrix is stored as."""
-        path, handle, stored = self._sources[name]
+        path, _, stored = self._sources[name]
         if len(stored) == 1:
             raise InputError(f"{path}: {name} is not stored in codes: add --quantize q8_0, or use --dtype float32")
-        codes, scales = (handle.get_tensor(part) for part in stored)
-        return BlockCodes(codes.numpy(), scales.float().numpy())
+        return _join(*self._read(name), where=f"{path}: {name}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
@@ -71,24 +92,40 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return len(self._sources)
 
 
+def _check_header(path: Path) -> None:
+    """The library reads headers of any size that the file has."""
+    announce_read(path)
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > MAX_HEADER_BYTES:
+        what = f"its header would have {size} bytes, and may have {MAX_HEADER_BYTES}"
+        raise InputError(f"{path} is truncated or no safetensors file ({what}); fetch it again")
+
+
 def _stored_names(names: list[str], metadata: dict[str, str], where: str) -> dict[str, list[str]]:
     """What each tensor of a file is made of: itself, or codes and scales."""
+    if odd := next((name for name in names if not name.isprintable() or len(name) > MAX_NAME), None):
+        raise InputError(f"{where}: {odd[:MAX_NAME]!r} is no name of a tensor; fetch the file again")
     storage = metadata.get(STORAGE)
     if storage is None:
         return {name: [name] for name in names}
     if storage != INT8_BLOCKS:
-        raise InputError(f"{where}: {STORAGE} {storage!r} is not known (only {INT8_BLOCKS!r})")
+        raise InputError(f"{where}: {STORAGE} {storage[:MAX_NAME]!r} is not known (only {INT8_BLOCKS!r})")
     plain = {name: [name] for name in names if not name.endswith((CODES, SCALES))}
     packed = [name.removesuffix(CODES) for name in names if name.endswith(CODES)]
+    scaled = {name.removesuffix(SCALES) for name in names if name.endswith(SCALES)}
+    if alone := sorted(scaled.symmetric_difference(packed)):
+        what = f"tensor {alone[0]} cannot be read: it has codes or scales alone"
+        raise InputError(f"{where}: {what}; fetch the file again")
     return plain | {name: [name + CODES, name + SCALES] for name in packed}
 
 
-def _unpack(codes: Tensor, scales: Tensor, *, where: str) -> Tensor:
-    """The float32 weights [rows, K] that codes and scales stand for."""
-    is_matrix = codes.dtype == torch.int8 and scales.dim() == 2
+def _join(codes: Tensor, scales: Tensor, *, where: str) -> BlockCodes:
+    """The codes [rows, K] of a matrix and their scales."""
+    is_matrix = codes.dtype == torch.int8 and scales.dim() == 2 and scales.is_floating_point()
     if not is_matrix or codes.shape != (len(scales), scales.shape[1] * BLOCK):
         raise InputError(f"{where}: codes {list(codes.shape)} and scales {list(scales.shape)} do not belong together")
-    return torch.from_numpy(BlockCodes(codes.numpy(), scales.float().numpy()).dequantize())
+    return BlockCodes(codes.numpy(), scales.float().numpy())
 
 
 def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
@@ -102,13 +139,17 @@ def read_safetensors_folder(folder: Path) -> SafetensorsFolder:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{index} is not a readable weight index: {error!r}") from error
+    """Files beside the index alone: it comes with the model, from wherever that was fetched."""
+    found = read_json(index, _Index, "it is not a readable weight index: fetch the model again", most=MAX_INDEX_BYTES)
+    names = sorted(set(found["weight_map"].values()))
+    for name in names:
+        if Path(name).name != name or "\\" in name or not name.isprintable() or not name.endswith(".safetensors"):
+            raise InputError(f"{index}: weight_map names {name[:80]!r}, which is no safetensors file of this folder")
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
-        raise InputError(f"{index.parent}: weight files are missing: {', '.join(missing)}; fetch the model again")
+        rest = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        listed = ", ".join(missing[:8]) + rest
+        raise InputError(f"{index.parent}: weight files are missing: {listed}; fetch the model again")
     return [index.parent / name for name in names]
 
 
@@ -120,6 +161,7 @@ def write_safetensors_folder(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write all tensors, in one file where they fit and else in shards with an index; older weight files go."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     ensure_folder(folder)
@@ -131,19 +173,22 @@ def write_safetensors_folder(
     for name, members in zip(names, shards, strict=True):
         with atomic_path(folder / name) as temporary:
             plain = {member: tensors[member].detach().contiguous() for member in members}
-            save_file(plain, str(temporary), metadata=dict(metadata))
+            try:
+                save_file(plain, str(temporary), metadata=dict(metadata))
+            except SafetensorError as error:  # how the library reports a full disk
+                raise OSError(errno.EIO, str(error)) from error
     if count > 1:
         content = {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
             "weight_map": {member: name for name, members in zip(names, shards, strict=True) for member in members},
         }
         write_text(folder / INDEX_FILE, json.dumps(content, indent=2) + "\n")
-    else:
-        (folder / INDEX_FILE).unlink(missing_ok=True)
-    # a folder with both forms of weights would be read differently by different programs
-    for path in folder.glob("model*.safetensors"):
-        if path.name not in names:
-            path.unlink()
+        names.append(INDEX_FILE)
+    # a folder with both forms of weights would be read differently by different programs; without an index its shards
+    # are nothing, so that goes first
+    files = [folder / INDEX_FILE, *folder.glob("model*.safetensors")]
+    if old := [path for path in files if path.name not in names and path.exists()]:
+        remove_for_good(folder, old)
 
 
 def _plan_shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[list[str]]:

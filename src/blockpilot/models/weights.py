@@ -16,13 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import read_json, write_text
+from blockpilot.core.files import MEGABYTE, write_text
+from blockpilot.core.reading import read_json
 from blockpilot.models.block_codes import BlockCodes, join_parts
 from blockpilot.models.config import DecoderConfig, decoder_config_dict, parse_decoder_config
 from blockpilot.models.decoder import Decoder, Rotary, rope_frequencies
+from blockpilot.models.memory import CODE_BYTES, Need, require_room
 from blockpilot.models.tensor_files import read_safetensors_folder, write_safetensors_folder
 
 Module = TypeVar("Module", bound=nn.Module)
+_FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+MAX_CONFIG_BYTES = 16 * MEGABYTE
 MAX_NAMED = 8  # names listed in an error before it only counts
 
 
@@ -35,6 +39,18 @@ class Source:
 
 
 NameTable = dict[str, list[Source]]  # our parameter -> checkpoint tensors, concatenated along the rows
+
+
+def require_depth(num_layers: int, num_tensors: int, where: str) -> None:
+    """Names of layers, and experts, that nothing is stored for are not worth listing."""
+    if num_layers > num_tensors:
+        raise InputError(f"{where}: a configuration of {num_layers} layers and experts, but only {num_tensors} tensors")
+
+
+def _check_depth(config: DecoderConfig, num_tensors: int, where: str) -> None:
+    num_sparse = 0 if config.moe is None else config.num_layers - len(config.moe.dense_layers)
+    num_experts = 0 if config.moe is None else config.moe.num_experts
+    require_depth(max(config.num_layers, num_sparse * num_experts), num_tensors, where)
 
 
 def decoder_names(config: DecoderConfig) -> NameTable:
@@ -57,11 +73,12 @@ def decoder_layer_names(ours: str, theirs: str, index: int, config: DecoderConfi
     if config.has_qk_norm:
         plain += ["self_attn.q_norm", "self_attn.k_norm"]
     table = {f"{ours}{name}.weight": [Source(f"{theirs}{name}.weight")] for name in plain}
-    table[f"{ours}self_attn.qkv_proj.weight"] = [
-        Source(f"{theirs}self_attn.q_proj.weight", query_rows),
-        Source(f"{theirs}self_attn.k_proj.weight", key_rows),
-        Source(f"{theirs}self_attn.v_proj.weight", key_rows),
-    ]
+    for kind in ("weight", "bias") if config.has_qkv_bias else ("weight",):
+        table[f"{ours}self_attn.qkv_proj.{kind}"] = [
+            Source(f"{theirs}self_attn.q_proj.{kind}", query_rows),
+            Source(f"{theirs}self_attn.k_proj.{kind}", key_rows),
+            Source(f"{theirs}self_attn.v_proj.{kind}", key_rows),
+        ]
     return table | _feed_forward_names(ours, theirs, index, config)
 
 
@@ -99,22 +116,17 @@ def assemble(
 
     `ignored` names checkpoint tensors that may be there without being read.
     """
-    _check_names(table, tensors, where=where, ignored=set(ignored))
-    with torch.device("meta"):  # no memory for values that are replaced at once
-        module = make()
+    module = _outline(make, table=table, tensors=tensors, where=where, ignored=ignored)
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     linears = {f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Linear)}
-    problems: list[str] = []
+    coded = {name for name in linears if dtype == torch.int8 and is_coded(name)}  # their codes are what runs
+    require_room(where, Need(weights=_num_bytes(shapes, coded, dtype)))
+    kind = torch.float32 if dtype == torch.int8 else dtype
     values: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
-        if dtype == torch.int8 and name in linears and is_coded(name):
-            continue  # its codes are what runs
-        parts = _read_parts(table[name], tensors, shape=parameter.shape, problems=problems)
-        if not problems:
-            # a single part is copied too: it may be a view of a file that somebody replaces later
-            kind = torch.float32 if dtype == torch.int8 else dtype
-            values[name] = torch.cat(parts).to(kind) if len(parts) > 1 else parts[0].to(kind, copy=True)
-    if problems:
-        raise InputError(f"{where}: wrong tensors: {_shorten(problems)}")
+    for name in (name for name in shapes if name not in coded):
+        parts = [read_floats(source.name, tensors, where=where) for source in table[name]]
+        # a single part is copied too: it may be a view of a file that somebody replaces later
+        values[name] = torch.cat(parts).to(kind) if len(parts) > 1 else parts[0].to(kind, copy=True)
     module.load_state_dict(values, strict=False, assign=True)
     for child in module.modules():
         if isinstance(child, Rotary):  # frequencies are computed, never stored
@@ -122,24 +134,46 @@ def assemble(
     return module.requires_grad_(False).eval()
 
 
+def _outline(
+    make: Callable[[], Module], *, table: NameTable, tensors: Mapping[str, Tensor], where: str, ignored: Iterable[str]
+) -> Module:
+    """The module without values, once names and shapes of all tensors are known to be right; none of them is read."""
+    _check_names(table, tensors, where=where, ignored=set(ignored))
+    with torch.device("meta"):  # no memory for values that are replaced at once
+        module = make()
+    problems = []
+    for name, parameter in module.named_parameters():
+        for source in table[name]:
+            found, expected = _shape_of(tensors, source.name), (source.num_rows or len(parameter), *parameter.shape[1:])
+            if found != expected:
+                problems.append(f"{source.name} has shape {list(found)}, expected {list(expected)}")
+    if problems:
+        raise InputError(f"{where}: wrong tensors: {_shorten(problems)}")
+    return module
+
+
+def _num_bytes(shapes: Mapping[str, torch.Size], coded: set[str], dtype: torch.dtype) -> int:
+    """Of parameters, and of codes while they are loaded."""
+    itemsize = torch.float32.itemsize if dtype == torch.int8 else dtype.itemsize
+    return sum(int(shape.numel() * (CODE_BYTES if name in coded else itemsize)) for name, shape in shapes.items())
+
+
+def _shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    """What a file's header says, where the tensors lie in one."""
+    find = getattr(tensors, "shape", None)
+    return tuple(tensors[name].shape) if find is None else find(name)
+
+
+def read_floats(name: str, tensors: Mapping[str, Tensor], *, where: str) -> Tensor:
+    tensor = tensors[name]
+    if tensor.dtype not in _FLOATS:
+        raise InputError(f"{where}: wrong tensors: {name} is {tensor.dtype}, expected floating point")
+    return tensor
+
+
 def is_coded(name: str) -> bool:
     """Whether a linear layer's weight runs in codes in int8: all do but routers, which choose between experts."""
     return not name.removesuffix(".weight").endswith(".mlp.gate")
-
-
-def _read_parts(
-    sources: list[Source], tensors: Mapping[str, Tensor], *, shape: torch.Size, problems: list[str]
-) -> list[Tensor]:
-    parts = []
-    for source in sources:
-        tensor = tensors[source.name]
-        expected = (source.num_rows or shape[0], *shape[1:])
-        if tuple(tensor.shape) != expected:
-            problems.append(f"{source.name} has shape {list(tensor.shape)}, expected {list(expected)}")
-        elif not tensor.is_floating_point():
-            problems.append(f"{source.name} is {tensor.dtype}, expected floating point")
-        parts.append(tensor)
-    return parts
 
 
 def _check_names(table: NameTable, tensors: Mapping[str, Tensor], *, where: str, ignored: set[str]) -> None:
@@ -171,11 +205,24 @@ def disassemble(module: nn.Module, table: NameTable) -> dict[str, Tensor]:
 
 def build_decoder(config: DecoderConfig, tensors: Mapping[str, Tensor], *, where: str, dtype: torch.dtype) -> Decoder:
     """A decoder ready to run from any mapping of Hugging Face names to tensors."""
-    table, ignored = decoder_names(config), ("lm_head.weight",) if config.is_tied else ()
+    _check_depth(config, len(tensors), where)
+    table, ignored = decoder_names(config), _ignored(config)
     decoder = assemble(lambda: Decoder(config), table=table, tensors=tensors, where=where, dtype=dtype, ignored=ignored)
     if config.is_tied:
         decoder.lm_head.weight = decoder.embed_tokens.weight
     return decoder
+
+
+def check_decoder(config: DecoderConfig, tensors: Mapping[str, Tensor], *, where: str) -> NameTable:
+    """The table of a decoder that these tensors make up, by their names and shapes."""
+    _check_depth(config, len(tensors), where)
+    table = decoder_names(config)
+    _outline(lambda: Decoder(config), table=table, tensors=tensors, where=where, ignored=_ignored(config))
+    return table
+
+
+def _ignored(config: DecoderConfig) -> tuple[str, ...]:
+    return ("lm_head.weight",) if config.is_tied else ()
 
 
 def attach_codes(decoder: Decoder, codes_of: Callable[[str], BlockCodes], *, where: str) -> None:
@@ -212,7 +259,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    raw = read_json(path)
+    raw: dict[str, Any] | None = read_json(path, most=MAX_CONFIG_BYTES)
     if raw is None:
         raise InputError(f"{path} is missing: {path.parent} is no model folder")
     return raw

@@ -50,6 +50,7 @@ class LayerData(Structure):
         ("o", WeightData),
         ("down", WeightData),
         ("num_qkv", c_int32),
+        ("qkv_bias", c_void_p),
         ("router", c_void_p),
         ("expert_gate_up", POINTER(WeightData)),
         ("expert_down", POINTER(WeightData)),
@@ -166,7 +167,7 @@ def _load(path: Path) -> Any:
     library.bp_multiply.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_int]
     library.bp_show.argtypes = [c_void_p] * 4
     library.bp_move.argtypes = [c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p]
-    library.bp_pack.argtypes = [c_void_p] * 6
+    library.bp_pack.argtypes = [c_void_p] * 7
     return library
 
 
@@ -205,9 +206,11 @@ class Kernels:
         places = (c_int32 * len(path))(*path)
         self._run(self._library.bp_move, ctypes.byref(model), ctypes.byref(cache), slot, start, len(path), places)
 
-    def pack(self, weight: WeightData, codes: int, scales: int, offsets: int | None, to: int) -> None:
+    def pack(
+        self, weight: WeightData, codes: int, scales: int | None, offsets: int | None, steps: int | None, to: int
+    ) -> None:
         with self._turn:
-            self._library.bp_pack(self._pool, ctypes.byref(weight), codes, scales, offsets, to)
+            self._library.bp_pack(self._pool, ctypes.byref(weight), codes, scales, offsets, steps, to)
 
     def open_space(self) -> "Space":
         return Space(self._library)

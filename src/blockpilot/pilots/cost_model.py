@@ -17,32 +17,52 @@ makes the rows once.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, NotRequired, Protocol, TypedDict
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.errors import InputError
+from blockpilot.core.reading import convert
 from blockpilot.pilots.growth import smallest_rises
 
 MAX_TABLES = 64  # kept at once; requests of one batch may differ in context
+_MAX_POINTS = 2048
+_LEAST_MS = 1e-6  # of a pass of the target: pilots divide by what steps cost
 Values = NDArray[np.float64]
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 @dataclass(frozen=True)
 class CostPoint:
     """The median time of one kind of pass."""
 
-    tokens: int  # per request: the block size of a draft; anchor and nodes of a verify
-    ms: float
-    batch_size: int = 1
-    context_length: int = 0
-    spread: float = 0.0  # half the interquartile range of the repeats, over their median
+    tokens: Size  # per request: the block size of a draft; anchor and nodes of a verify
+    ms: Milliseconds
+    batch_size: Size = 1
+    context_length: Annotated[int, msgspec.Meta(ge=0, le=2**30)] = 0
+    spread: Milliseconds = 0.0  # half the interquartile range of the repeats, over their median
 
     @property
     def total(self) -> int:
         return self.tokens * self.batch_size
+
+
+_Points = Annotated[tuple[CostPoint, ...], msgspec.Meta(max_length=_MAX_POINTS)]
+
+
+class _StoredCosts(TypedDict):
+    """`StepCosts` as they stand in a file."""
+
+    draft: _Points
+    verify: _Points
+    overhead_ms: Milliseconds
+    key: dict[str, str | int | float | bool | None]
+    padding: NotRequired[Annotated[tuple[Size, ...], msgspec.Meta(max_length=_MAX_POINTS)]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +77,8 @@ class FitError:
 class _CostSurface:
     """Milliseconds over tokens per request, batch size and context length."""
 
-    def __init__(self, points: Sequence[CostPoint]) -> None:
+    def __init__(self, points: Sequence[CostPoint], least: float = 0.0) -> None:
+        self.least = least
         self.per_request, self.per_token = _context_slopes(points)
         self.curves = {
             size: _Curve(
@@ -88,7 +109,7 @@ class _CostSurface:
         row = self._rows.get(batch_size)
         if row is None or len(row) < num_tokens:
             totals = batch_size * np.arange(1.0, max(num_tokens, MAX_TREE_NODES + 1) + 1)
-            row = self._rows[batch_size] = self._mix(totals, batch_size)
+            row = self._rows[batch_size] = np.maximum(self._mix(totals, batch_size), self.least)
         return row
 
     def _mix(self, totals: Values, batch_size: int) -> Values:
@@ -136,8 +157,21 @@ class _Curve:
         return errors
 
 
+class CostSource(Protocol):
+    """Costs that stay as they are, or that follow the machine (`pilots/live_costs.py`)."""
+
+    @property
+    def current(self) -> "StepCosts": ...
+
+    @property
+    def version(self) -> int:
+        """Another one wherever `current` is another one."""
+
+
 @dataclass(frozen=True)
 class StepCosts:
+    version: ClassVar[int] = 0
+
     draft: tuple[CostPoint, ...] = ()
     verify: tuple[CostPoint, ...] = ()
     overhead_ms: float = 0.0  # the rest of a step: committing tokens, and the drafter reading what was accepted
@@ -151,11 +185,17 @@ class StepCosts:
             raise InputError("step costs need at least one verify point, and milliseconds that are not negative")
         if any(min(point.tokens, point.batch_size) < 1 or point.context_length < 0 for point in points):
             raise InputError("step costs: a point needs at least one token and one request")
+        if any(size >= larger for size, larger in pairwise(self.padding)):
+            raise InputError("step costs: sizes that passes are padded to must rise")
 
     @classmethod
     def linear(cls, draft: float = 0.15, fixed: float = 1.0, slope: float = 0.02) -> "StepCosts":
         """An imagined load: draft + fixed + slope * drafted tokens checked. With fixed = 1 the unit is a plain step."""
         return cls((CostPoint(2, draft),), (CostPoint(1, fixed), CostPoint(2, fixed + slope)))
+
+    @property
+    def current(self) -> "StepCosts":
+        return self
 
     @property
     def depends_on_context(self) -> bool:
@@ -186,9 +226,9 @@ class StepCosts:
         return next((size for size in self.padding if size >= tokens), tokens)
 
     def step_ms(self, block_size: int, tokens: int, batch_size: int = 1, context_length: int = 256) -> float:
-        """A whole step. One that does not draft (block size 0 or 1) still has the overhead if a drafter observes it."""
+        """A whole step. One that does not draft (block size 0 or 1) is the check alone."""
         passes = self.draft_ms(block_size, batch_size) + self.verify_ms(tokens, batch_size, context_length)
-        return passes + self.overhead_ms
+        return passes + (self.overhead_ms if block_size > 1 else 0.0)
 
     @cached_property
     def fit_error(self) -> FitError:
@@ -202,14 +242,11 @@ class StepCosts:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "StepCosts":
-        try:
-            if unknown := set(values) - set(cls.__dataclass_fields__):
-                raise InputError(f"step costs: unknown field {sorted(unknown)[0]!r}")
-            draft, verify = (tuple(CostPoint(**point) for point in values[name]) for name in ("draft", "verify"))
-            padding = tuple(map(int, values.get("padding", ())))
-            return cls(draft, verify, float(values["overhead_ms"]), dict(values["key"]), padding)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"these are no step costs: {error}") from error
+        """Of a file that `to_dict` has filled."""
+        if unknown := set(values) - set(cls.__dataclass_fields__):
+            raise InputError(f"step costs: unknown field {sorted(unknown)[0]!r:.40}")
+        stored: _StoredCosts = convert(dict(values), _StoredCosts, "these are no step costs")
+        return cls(**stored)
 
     @cached_property
     def _padded_places(self) -> NDArray[np.int64]:
@@ -222,7 +259,7 @@ class StepCosts:
 
     @cached_property
     def _verify(self) -> _CostSurface:
-        return _CostSurface(self.verify)
+        return _CostSurface(self.verify, _LEAST_MS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +268,8 @@ class StepTable:
 
     costs: StepCosts
     batch_size: int
-    rest_ms: Values  # [nodes + 1], a step without its draft
+    plain_ms: float  # of a step that does not draft
+    rest_ms: Values  # [nodes + 1], of one that does, without its draft
     step_ms: Values  # [sizes, nodes + 1], for every draft size that a pilot may choose
     _growth: dict[int, tuple[Values, Values]] = field(default_factory=dict, init=False, repr=False)
 
@@ -247,20 +285,27 @@ class StepTable:
 class StepTables:
     """The tables that one pilot has needed, shared by all its requests."""
 
-    def __init__(self, costs: StepCosts, draft_sizes: Sequence[int], num_nodes: int) -> None:
-        self.costs, self.draft_sizes, self.num_nodes = costs, draft_sizes, num_nodes
-        self._make = lru_cache(MAX_TABLES)(self._make_table)
-        self._pad = lru_cache(lambda buckets: replace(costs, padding=buckets))  # curves are fitted once
+    def __init__(self, source: CostSource, draft_sizes: Sequence[int], num_nodes: int) -> None:
+        self.source, self.draft_sizes, self.num_nodes = source, draft_sizes, num_nodes
+        self._begin()
 
     def at(self, batch_size: int, context_length: int, buckets: tuple[int, ...] = ()) -> StepTable:
         """`buckets` are the sizes that the engine pads checks to, whatever engine the costs were measured with."""
+        if self.source.version != self._version:
+            self._begin()
         return self._make(batch_size, context_length if self.costs.depends_on_context else 0, buckets)
+
+    def _begin(self) -> None:
+        self._version, self.costs = self.source.version, self.source.current
+        self._make = lru_cache(MAX_TABLES)(self._make_table)
+        self._pad = lru_cache(lambda buckets: replace(self.costs, padding=buckets))  # curves are fitted once
 
     def _make_table(self, batch_size: int, context_length: int, buckets: tuple[int, ...]) -> StepTable:
         costs = self.costs if self.costs.padding == buckets else self._pad(buckets)
-        rest_ms = costs.verify_row(self.num_nodes + 1, batch_size, context_length) + costs.overhead_ms
+        checks = costs.verify_row(self.num_nodes + 1, batch_size, context_length)
+        rest_ms = checks + costs.overhead_ms
         drafts = np.array([costs.draft_ms(size, batch_size) for size in self.draft_sizes])
-        return StepTable(costs, batch_size, rest_ms, drafts[:, None] + rest_ms)
+        return StepTable(costs, batch_size, float(checks[0]), rest_ms, drafts[:, None] + rest_ms)
 
 
 def _isotonic(values: Values, weights: Iterable[float]) -> Values:
@@ -283,8 +328,11 @@ def _slope(x: Values, y: Values, start: int, end: int) -> float:
 def _context_slopes(points: Sequence[CostPoint]) -> tuple[float, float]:
     """Milliseconds per context token of (each request, each token), from points that differ in context alone."""
     rows, targets = [], []
-    for size, total in {(point.batch_size, point.total) for point in points}:
-        group = [point for point in points if (point.batch_size, point.total) == (size, total)]
+    groups: dict[tuple[int, int], list[CostPoint]] = {}
+    for point in points:
+        groups.setdefault((point.batch_size, point.total), []).append(point)
+    for size, total in set(groups):
+        group = groups[size, total]
         mean_context = np.mean([point.context_length for point in group])
         mean_ms = np.mean([point.ms for point in group])
         for point in group:

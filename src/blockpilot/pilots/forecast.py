@@ -41,12 +41,16 @@ class Forecast:
         if self.weights is not None and self.weights.shape != wanted:
             raise InputError(f"the forecast's weights have the shape {self.weights.shape}, and {wanted} is needed")
 
-    def best_size(self, recent: Recent, step_ms: Values, count: int, num_remaining: int) -> tuple[int, float]:
-        """Which of the first `count` draft sizes to choose, and its expected tokens per millisecond.
+    def best_size(
+        self, recent: Recent, step_ms: Values, count: int, num_remaining: int, scale: float = 1.0
+    ) -> tuple[int, float, float]:
+        """Which of the first `count` draft sizes to choose: (size, tokens per millisecond, tokens).
 
-        `step_ms` [sizes, nodes + 1] are what steps cost. None emits more than `num_remaining` tokens.
+        `step_ms` [sizes, nodes + 1] are what steps cost. Tokens of the forecast, but for the target's own, count
+        `scale` times, and none emits more than `num_remaining`.
         """
-        found: tuple[int, float] = load_loops().best_size(*self._given(recent), step_ms, count, num_remaining)
+        given = *self._given(recent), step_ms, count, num_remaining, scale
+        found: tuple[int, float, float] = load_loops().best_size(*given)
         return found
 
     def best_check(self, recent: Recent, step_ms: Values, count: int, scale: float = 1.0) -> tuple[int, int, float]:

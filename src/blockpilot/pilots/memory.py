@@ -11,7 +11,9 @@ TRUST_PRIOR = 4.0  # tokens promised and kept before the first step: so much is 
 TRUST_DECAY = 0.95
 MAX_TRUST = 1.5
 LEAVE, RETURN = 0.97, 1.03  # speed of drafting over plain decoding below which it ends, above which it begins again
-FIRST_WAIT, LAST_WAIT = 8, 64  # plain steps between probes; doubled after each that fails
+EXPERIENCE, HOPE = 4.0, 1.15  # plain steps' worth of drafting before the first, and how much faster that was
+EXPERIENCE_DECAY = 0.96  # what a drafted step leaves of it
+FIRST_WAIT, LAST_WAIT = 8, 128  # plain steps between probes; doubled after each that fails
 
 
 @dataclass
@@ -24,7 +26,8 @@ class Recent:
     has_drafted: bool = False
     promised: float = TRUST_PRIOR  # tokens that checked nodes were to bring, of late
     kept: float = TRUST_PRIOR  # and those they brought
-    foretold: float = TRUST_PRIOR  # and those that were forecast before the drafts
+    foretold: float = TRUST_PRIOR  # tokens that were forecast before drafts, of late
+    brought: float = TRUST_PRIOR  # and those that came of these drafts, whatever was checked of them
 
     @property
     def trust(self) -> float:
@@ -34,7 +37,7 @@ class Recent:
     @property
     def scale(self) -> float:
         """What a token that was forecast is worth here: forecasts are fitted to single requests, all greedy."""
-        return min(self.kept / self.foretold, MAX_TRUST)
+        return min(self.brought / self.foretold, MAX_TRUST)
 
     def record_drafts(self, drafts: Sequence[Sequence[float]], weight: float = 1.0) -> None:
         """Each: the probabilities that its likeliest chain is right up to the first positions, at most `HEAD`.
@@ -53,7 +56,7 @@ class Recent:
     ) -> None:
         """Drafted steps: tokens emitted, depth of the nodes checked (0 if none was worth it), tokens these promised.
 
-        `foretold`: what the forecast that chose how many nodes to check wanted of each; None: there was none.
+        `foretold`: what the forecast that chose the draft wanted of each, without the target's own; None: no forecast.
 
         Had a path that was right to its end gone on, it would have gone on for `average` tokens: acceptance is taken to
         have no memory. So the average does not depend on how deep the pilot dared to look.
@@ -67,8 +70,9 @@ class Recent:
                 value = emitted + (average - 1 if emitted > depth else 0)
                 sum_promised += weight * (promised - (1 - TRUST_DECAY) * (sum_promised - TRUST_PRIOR))
                 kept += weight * (emitted - 1 - (1 - TRUST_DECAY) * (kept - TRUST_PRIOR))
-                if foretold is not None:
-                    self.foretold += weight * (foretold - (1 - TRUST_DECAY) * (self.foretold - TRUST_PRIOR))
+            if foretold is not None:
+                self.foretold += weight * (foretold - (1 - TRUST_DECAY) * (self.foretold - TRUST_PRIOR))
+                self.brought += weight * (emitted - 1 - (1 - TRUST_DECAY) * (self.brought - TRUST_PRIOR))
             average = (1 - new) * average + new * min(value, MAX_AVERAGE)
         self.average, self.last, self.promised, self.kept = average, last, sum_promised, kept
 
@@ -79,24 +83,44 @@ def _toward(old: float, new: float, weight: float) -> float:
 
 @dataclass
 class Gate:
-    """Whether to draft at all. Closes where drafting loses to plain decoding, probes ever more rarely, opens again."""
+    """Whether to draft at all. Closes where drafting loses to plain decoding, probes ever more rarely, opens again.
+
+    A forecast from the last few steps is not enough to close it: a run of bad luck looks the same. The steps drafted
+    so far must have lost, too.
+    """
 
     is_closed: bool = False
     wait: int = FIRST_WAIT
     num_plain: int = 0  # steps since the gate closed or the last probe
+    is_settled: bool = False  # whether the last draft's outcome has been weighed
+    gained: float = EXPERIENCE * HOPE  # tokens of drafted steps, of late
+    spent: float = EXPERIENCE  # and what these steps took, in plain steps
+
+    def record(self, emitted: float, cost: float, weight: float = 1.0) -> None:
+        """A drafted step; `cost` in plain steps."""
+        fade = 1 - EXPERIENCE_DECAY
+        self.gained += weight * (emitted - fade * (self.gained - EXPERIENCE * HOPE))
+        self.spent += weight * (cost - fade * (self.spent - EXPERIENCE))
+
+    def rests(self) -> bool:
+        """Whether it stays closed for a step, whatever is forecast: nothing was drafted since the last time."""
+        if not (self.is_closed and self.is_settled and self.num_plain < self.wait):
+            return False
+        self.num_plain += 1
+        return True
 
     def is_open(self, advantage: float, limit: Callable[[], float]) -> bool:
         """`advantage`: expected speed of drafting over plain decoding; `limit`: the same if every node were right."""
         if self.is_closed and advantage > RETURN:
             self.is_closed, self.wait = False, FIRST_WAIT
-        elif not self.is_closed and advantage < LEAVE:
+        elif not self.is_closed and advantage < LEAVE and (self.gained < LEAVE * self.spent or limit() < RETURN):
             self.is_closed, self.num_plain = True, 0
         if not self.is_closed:
             return True
         if self.num_plain >= self.wait and limit() > RETURN:
-            self.num_plain, self.wait = 0, min(2 * self.wait, LAST_WAIT)
+            self.num_plain, self.wait, self.is_settled = 0, min(2 * self.wait, LAST_WAIT), False
             return True
-        self.num_plain += 1
+        self.num_plain, self.is_settled = self.num_plain + 1, True
         return False
 
 
@@ -110,6 +134,7 @@ class StepMemory:
     num_kept: int = 0  # steps for which it still holds
     batch_size: int = 0  # for which it was made
     foretold: float | None = None  # tokens forecast of it, beyond the target's own; None: nothing was drafted
+    cost: float = 0.0  # of the step that was last decided on, in plain steps
     batch: "StepMemory | None" = None  # of a request: what it shares with those it is decoded with
     was_shared: bool = False  # whether this request has ever decided with others
 

@@ -8,21 +8,23 @@ second with a residual, cross-entropy over the sizes B-2 .. B+2. The variants of
     objective   class: the likeliest best size; tau: predicted tau of every size, divided by what its step costs
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from blockpilot.core.errors import InputError
+from blockpilot.core.reading import Positive, convert
 from blockpilot.pilots.base import Asked, Choice, Drafted, Pilot, PrefillState, Selection, whole_chain
-from blockpilot.pilots.cost_model import StepCosts
+from blockpilot.pilots.cost_model import CostSource, StepCosts
 from blockpilot.pilots.fixed import select_chains
 
 INPUTS = ("distribution", "normalised", "softmax", "top-k", "hidden")
 _OBJECTIVES = ("class", "tau")
+_MAX_INPUTS = 1 << 20
 _TOP_K = 64
 _TRAINING_STEPS = 1500  # how long the published pilot was trained is not known
 _WEIGHT_DECAY = 0.01
@@ -30,8 +32,8 @@ _WEIGHT_DECAY = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
-    input_size: int  # the vocabulary's size; for `hidden` the target's hidden size
-    sizes: tuple[int, ...]  # block sizes to choose from
+    input_size: Positive  # the vocabulary's size; for `hidden` the target's hidden size
+    sizes: tuple[Positive, ...]  # block sizes to choose from
     inputs: str = "distribution"
     hidden_size: int = 2048
     num_layers: int = 2
@@ -41,11 +43,23 @@ class PrefillConfig:
     def __post_init__(self) -> None:
         if self.inputs not in INPUTS or self.objective not in _OBJECTIVES:
             known = f"inputs are {', '.join(INPUTS)}, objectives {', '.join(_OBJECTIVES)}"
-            raise InputError(f"prefill pilot: no such choice as {self.inputs!r} with {self.objective!r}; {known}")
+            raise InputError(
+                f"prefill pilot: no such choice as {self.inputs!r:.40} with {self.objective!r:.40}; {known}"
+            )
         if not 1 <= self.num_layers <= 3 or not 1 <= self.hidden_size <= 4096 or not 0 <= self.dropout < 1:
             raise InputError("prefill pilot: 1 to 3 layers of up to 4096, and a dropout below 1")
+        if self.input_size > _MAX_INPUTS:
+            raise InputError(f"prefill pilot: {self.input_size} inputs; at most {_MAX_INPUTS:,} are supported")
         if not self.sizes or min(self.sizes) < 1:
             raise InputError(f"prefill pilot: sizes {self.sizes} are no block sizes")
+
+
+def read_config(values: Mapping[str, Any], where: str) -> PrefillConfig:
+    """The configuration that a pilot's card names."""
+    if unknown := values.keys() - PrefillConfig.__dataclass_fields__.keys():
+        raise InputError(f"{where}: unknown field {min(unknown)!r:.40}")
+    config: PrefillConfig = convert(dict(values), PrefillConfig, where)
+    return config
 
 
 def sizes_around(trained_size: int, reach: int = 2) -> tuple[int, ...]:
@@ -90,8 +104,9 @@ class PrefillPilot(Pilot):
     num_candidates = 1
     reads_prefill = True
 
-    def __init__(self, network: PrefillNetwork, costs: StepCosts | None = None, name: str = "prefill") -> None:
-        self.name, self.costs = name, costs or StepCosts.linear()
+    def __init__(self, network: PrefillNetwork, costs: CostSource | None = None, name: str = "prefill") -> None:
+        self.name = name
+        self.costs: CostSource = costs or StepCosts.linear()
         self.network = network.eval().requires_grad_(False)
 
     @torch.inference_mode()
@@ -111,7 +126,7 @@ class PrefillPilot(Pilot):
         features = read_features(values, config.inputs)[None].to(self.network.head.weight.dtype)
         scores, sizes = self.network(features)[0].tolist(), config.sizes
         if config.objective == "tau":
-            costs = [self.costs.step_ms(size, size, context_length=prefill.num_prompt_tokens) for size in sizes]
+            costs = [self.costs.current.step_ms(size, size, context_length=prefill.num_prompt_tokens) for size in sizes]
             scores = [score / cost for score, cost in zip(scores, costs, strict=True)]
         return sizes[max(range(len(sizes)), key=scores.__getitem__)]
 

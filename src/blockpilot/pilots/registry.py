@@ -1,5 +1,6 @@
 """From the text of `--pilot` to a pilot."""
 
+import os.path
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from blockpilot.core.config import MAX_BLOCK_SIZE, MAX_TREE_NODES
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.base import Pilot
 from blockpilot.pilots.calibration import Calibration
-from blockpilot.pilots.cost_model import StepCosts
+from blockpilot.pilots.cost_model import CostSource, StepCosts
 from blockpilot.pilots.files import load_pilot_folder, read_card
 from blockpilot.pilots.fixed import FixedPilot, PlainPilot, TreePilot
 from blockpilot.pilots.step import StepPilot
@@ -16,6 +17,7 @@ KNOWN = (
     f"ar, fixed:B (B from 1 to {MAX_BLOCK_SIZE}), tree:N or tree:N@B (N nodes, N to {MAX_TREE_NODES}), step, "
     "chain-step, prefill:PATH, auto, or the path of a pilot folder"
 )
+_MAX_DIGITS = 4
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 
@@ -26,7 +28,7 @@ def load_pilot(
     target: str = "",
     drafter: str = "",
     max_block_size: int | None = None,
-    costs: Callable[[], StepCosts] = StepCosts.linear,
+    costs: Callable[[], CostSource] = StepCosts.linear,
 ) -> Pilot:
     """A pilot by name, for a pair of target and drafter.
 
@@ -48,13 +50,13 @@ def load_pilot(
         if folder is None:  # no fit for this pair: the drafter's scores are taken at their word
             return StepPilot(Calibration.identity(), costs(), is_chain=is_chain, label=spec)
     elif kind == "prefill" and argument:
-        folder = Path(argument).expanduser()
+        folder = Path(os.path.expanduser(argument))
         if (found := read_card(folder).kind) != "prefill":
-            raise InputError(f"pilot {spec!r}: the folder holds a pilot of kind {found!r}, not 'prefill'")
-    elif spec and Path(spec).expanduser().is_dir():
-        folder = Path(spec).expanduser()
+            raise InputError(f"pilot {spec!r:.80}: the folder holds a pilot of kind {found!r}, not 'prefill'")
+    elif spec and os.path.isdir(named := os.path.expanduser(spec)):
+        folder = Path(named)
     else:
-        raise InputError(f"unknown pilot {spec!r}; known: {KNOWN}")
+        raise InputError(f"unknown pilot {spec!r:.80}; known: {KNOWN}")
     return load_pilot_folder(folder, costs, is_chain=is_chain, max_block_size=max_block_size, name=spec)
 
 
@@ -63,10 +65,11 @@ def shipped_pilot(target: str, drafter: str) -> Path | None:
     if Path(target).name != target:
         return None
     folder = ASSETS / f"{target}-pilot"
-    return folder if (folder / "pilot.json").is_file() and read_card(folder).drafter == drafter else None
+    return folder if os.path.isfile(folder / "pilot.json") and read_card(folder).drafter == drafter else None
 
 
 def _parse_size(spec: str, argument: str, limit: int) -> int:
-    if not argument.isascii() or not argument.isdigit() or not 1 <= int(argument) <= limit:
-        raise InputError(f"pilot {spec!r}: the size must be a whole number from 1 to {limit}")
+    is_number = argument.isascii() and argument.isdigit() and len(argument) <= _MAX_DIGITS
+    if not is_number or not 1 <= int(argument) <= limit:
+        raise InputError(f"pilot {spec!r:.80}: the size must be a whole number from 1 to {limit}")
     return int(argument)

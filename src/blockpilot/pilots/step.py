@@ -20,33 +20,37 @@ import numpy as np
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.base import PLAIN, Asked, Choice, Drafted, Outcome, Pilot, PilotInputs, PrefillState, Selection
 from blockpilot.pilots.calibration import Calibration, Calibrations
-from blockpilot.pilots.cost_model import StepCosts, StepTable, StepTables, Values
+from blockpilot.pilots.cost_model import CostSource, StepTable, StepTables, Values
 from blockpilot.pilots.forecast import Forecast, load_loops
 from blockpilot.pilots.growth import MAX_WIDTH, GrowthRules, falling_costs, grow_tree
 from blockpilot.pilots.memory import Gate, StepMemory
 
 DRAFT_SIZES = (4, 8, 16)
+LEAST_SCALE = 0.05  # of forecasts; 0 would hide what they say
 REVIEW = 4  # steps that keep what was chosen before a draft: forecasts move slowly, and asking for one takes time
 
 
 @dataclass
 class StepPilot(Pilot):
     calibration: Calibration
-    costs: StepCosts
+    costs: CostSource
     is_chain: bool = False
     draft_sizes: tuple[int, ...] = DRAFT_SIZES
     forecast: Forecast | None = None  # None: no fit, for these draft sizes
     sampled: Calibration | None = None  # at temperatures above 0, where noise is part of the scores; None: the same
+    sampled_forecast: Forecast | None = None  # and of steps at such temperatures; None: the same
     label: str = ""
 
     def __post_init__(self) -> None:
         if not self.draft_sizes or min(self.draft_sizes) < 2 or list(self.draft_sizes) != sorted(set(self.draft_sizes)):
             raise InputError(f"draft sizes must rise from 2 or more, got {self.draft_sizes}")
-        self._forecast = self.forecast or Forecast(self.draft_sizes, is_chain=self.is_chain)
-        given, wanted = [(one.draft_sizes, one.is_chain) for one in (self._forecast, self)]
-        if given != wanted:
-            raise InputError(f"the forecast is for (draft sizes, chain) {given}, the pilot for {wanted}")
-        self._tables = StepTables(self.costs, self.draft_sizes, self._forecast.num_nodes)
+        greedy = self.forecast or Forecast(self.draft_sizes, is_chain=self.is_chain)
+        self._forecasts = greedy, self.sampled_forecast or greedy
+        wanted = self.draft_sizes, self.is_chain, greedy.num_nodes
+        for one in self._forecasts:
+            if (given := (one.draft_sizes, one.is_chain, one.num_nodes)) != wanted:
+                raise InputError(f"the forecast is for (draft sizes, chain, nodes) {given}, the pilot for {wanted}")
+        self._tables = StepTables(self.costs, self.draft_sizes, greedy.num_nodes)
         self.calibrations = Calibrations(self.calibration, self.sampled or self.calibration)
         load_loops()
 
@@ -84,7 +88,8 @@ class StepPilot(Pilot):
         first = outcomes[0].inputs
         if not _is_shared(first):
             for outcome in outcomes:
-                _record(outcome.memory.own(), [outcome])
+                memory = outcome.memory.own()
+                _record(memory, [outcome], 1.0, memory.foretold)
             return
         batch: StepMemory = outcomes[0].memory.shared()
         _record(batch, outcomes, 1 / first.batch_size, batch.foretold)
@@ -104,7 +109,10 @@ class StepPilot(Pilot):
             trust=memory.recent.trust,
             is_chain=self.is_chain,
         )
-        return grow_tree(draft, request.anchor_id, rules)
+        found = grow_tree(draft, request.anchor_id, rules)
+        if request.choice.num_nodes is None:
+            memory.cost = float(costs[0][len(found.tree) - 1]) / table.plain_ms
+        return found
 
     def _decide(self, memory: StepMemory, inputs: PilotInputs) -> Choice:
         is_shared = _is_shared(inputs)
@@ -119,36 +127,49 @@ class StepPilot(Pilot):
 
     def _weigh(self, memory: StepMemory, inputs: PilotInputs, count: int, *, is_shared: bool) -> Choice:
         """One of the first draft sizes, or none; how long that holds is noted."""
+        if memory.gate.rests():
+            return PLAIN
         table = self._tables.at(inputs.batch_size, inputs.context_length, inputs.buckets)
         recent, gate, num_nodes = memory.recent, memory.gate, None
-        is_guess = is_shared and not recent.has_drafted
+        forecast = self._forecasts[inputs.temperature > 0]
+        is_guess = not recent.has_drafted and (is_shared or not inputs.buckets)
         if inputs.buckets:
             scale = recent.scale if is_shared else 1.0
-            best, num_nodes, foretold = self._weigh_checks(memory, table, count, scale)
+            best, num_nodes, foretold = self._weigh_checks(memory, forecast, table, count, scale)
             memory.foretold = foretold if is_shared and best >= 0 else memory.foretold
             is_open = best >= 0
+            if is_open:
+                memory.cost = float(table.step_ms[best, num_nodes]) / table.plain_ms
         else:
-            best, rate = self._forecast.best_size(recent, table.step_ms, count, inputs.num_remaining)
+            scale = recent.scale
+            best, rate, tokens = forecast.best_size(recent, table.step_ms, count, inputs.num_remaining, scale)
+            memory.foretold = (tokens - 1) / max(scale, LEAST_SCALE) if recent.has_drafted else None
+            memory.cost = tokens / (rate * table.plain_ms)  # unless `select` knows better
             is_open = self._is_open(gate, table, best, rate)
+            if is_open and gate.is_closed:  # a probe that checked nothing would not even teach what checks cost
+                num_nodes = int(self._limits(table, best).argmax())
+                memory.cost = float(table.step_ms[best, num_nodes]) / table.plain_ms
         if not is_open:
             return PLAIN
         memory.num_kept = 0 if is_guess or gate.is_closed else REVIEW - 1  # a guess or a probe does not hold
         return self._choice(self.draft_sizes[best], num_nodes)
 
-    def _weigh_checks(self, memory: StepMemory, table: StepTable, count: int, scale: float) -> tuple[int, int, float]:
+    def _weigh_checks(
+        self, memory: StepMemory, forecast: Forecast, table: StepTable, count: int, scale: float
+    ) -> tuple[int, int, float]:
         """Which draft size, how many nodes to check, and the tokens forecast of them; -1: do not draft."""
         recent, gate = memory.recent, memory.gate
-        best, num_nodes, rate = self._forecast.best_check(recent, table.step_ms, count, scale)
+        best, num_nodes, rate = forecast.best_check(recent, table.step_ms, count, scale)
         if not self._is_open(gate, table, best, rate):
             return -1, 0, 0.0
         if gate.is_closed:  # a probe that checked nothing would teach nothing
             num_nodes = max(num_nodes, int(self._limits(table, best).argmax()))
-            return best, num_nodes, float(self._forecast.expected(recent)[best, :, num_nodes].mean()) - 1
+            return best, num_nodes, float(forecast.expected(recent)[best, :, num_nodes].mean()) - 1
         return best, num_nodes, (rate * float(table.step_ms[best, num_nodes]) - 1) / scale
 
     def _is_open(self, gate: Gate, table: StepTable, best: int, rate: float) -> bool:
         """Whether to draft at the best size, which promises so many tokens per millisecond."""
-        plain_ms = float(table.rest_ms[0])
+        plain_ms = table.plain_ms
         return gate.is_open(rate * plain_ms, lambda: float(self._limits(table, best).max()) * plain_ms)
 
     def _limits(self, table: StepTable, best: int) -> Values:
@@ -172,3 +193,5 @@ def _record(
     memory.recent.record_drafts([outcome.head for outcome in outcomes], weight)
     steps = [(outcome.emitted, outcome.depth, outcome.promised) for outcome in outcomes]
     memory.recent.record_steps(steps, weight, foretold)
+    for outcome in outcomes:
+        memory.gate.record(outcome.emitted, memory.cost, weight)

@@ -17,6 +17,7 @@ from blockpilot.core.files import hash_file
 from blockpilot.core.manifests import open_run, write_manifest
 from blockpilot.core.progress import Progress, Report
 from blockpilot.engine.llm import LLM
+from blockpilot.models.tensor_files import SafetensorsFolder
 from blockpilot.replay.collector import Collector
 from blockpilot.replay.config import CollectConfig, PlacedPrompt, ReplayRequest
 from blockpilot.replay.trace_files import TraceSet, shard_path, write_shard
@@ -78,7 +79,9 @@ def describe_run(collector: Collector, source: Mapping[str, Any]) -> dict[str, A
 
 def hash_weights(folder: Path) -> str:
     """Of a folder's weights: the file's own sum where there is one, else the sum of all sums in order."""
-    hashes = [hash_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    paths = sorted(folder.glob("*.safetensors"))
+    SafetensorsFolder(paths)  # refuses what is none before all of it is read
+    hashes = [hash_file(path) for path in paths]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 

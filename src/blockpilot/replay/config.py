@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from blockpilot.core.config import MAX_BLOCK_SIZE, EngineConfig
-from blockpilot.core.errors import InputError, require_at_least
+from blockpilot.core.errors import InputError, require_at_least, require_at_most
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.text.prompts import Prompt
 
@@ -46,6 +46,7 @@ class CollectConfig:
         if self.precision not in _PRECISIONS:
             raise InputError(f"unknown precision {self.precision!r}; known: {', '.join(_PRECISIONS)}")
         require_at_least(self, shard_size=1)
+        require_at_most(self, shard_size=2**20, seed=2**48)  # room for the places of prompts behind the seed
         self.params(self.seed)
 
     def params(self, seed: int) -> SamplingParams:

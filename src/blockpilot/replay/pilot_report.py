@@ -59,6 +59,8 @@ def compare(
 ) -> list[Row]:
     """Rows of plain decoding, best fixed chain and tree, the given pilots and the oracles on the test traces."""
     sizes = sorted(set.intersection(*(set(trace.setting.sizes) for trace in test)))
+    if not sizes or not any(trace.num_anchors for trace in test):
+        raise InputError("the held-out traces share no block size, or their answers have one token: collect others")
     train = _alike(train, test, sizes)
     chain = _best([FixedPilot(size) for size in sizes], train, costs)
     trees = [TreePilot(count, size) for size in sorted(test[0].drafts) for count in _TREES if count >= size // 4]
@@ -151,7 +153,7 @@ def draw_reliability(out: Path, reports: Mapping[str, Reliability]) -> list[Path
                 linewidth=2 if is_all else 1,
                 marker="o" if is_all else None,
                 markersize=3,
-                label=f"{task} (error {report.error:.3f})",
+                label=f"{task:.40} (error {report.error:.3f})",
             )
         axes.set(xlabel="predicted probability of a node", ylabel="observed frequency", xlim=(0, 1), ylim=(0, 1))
         axes.legend(frameon=False, fontsize=8)

@@ -37,7 +37,16 @@ def read_group(folders: Sequence[Path], *, like: TraceGroup | None = None) -> Tr
     """All traces of the folders; what they must share is compared with the first one, or with `like`."""
     sets = [TraceSet(folder) for folder in folders]
     require_alike(sets, _SAME, like.manifest if like else None)
-    return TraceGroup([trace for found in sets for trace in found], sets[0].manifest)
+    traces = [trace for found in sets for trace in found]
+    others = like.traces if like else []
+    if len({_widths(trace) for trace in (*traces, *others)}) > 1:
+        raise InputError(f"the traces of {', '.join(map(str, folders))} were not collected alike: their widths differ")
+    return TraceGroup(traces, sets[0].manifest)
+
+
+def _widths(trace: Trace) -> tuple[int, ...]:
+    """What arrays of several traces must share: the hidden size, and how many candidates were kept."""
+    return len(trace.prefill.hidden), *(draft.log_probs.shape[-1] for draft in trace.drafts.values())
 
 
 def hold_out(group: TraceGroup, *, share: int = 4) -> tuple[TraceGroup, TraceGroup]:
@@ -53,6 +62,12 @@ def hold_out(group: TraceGroup, *, share: int = 4) -> tuple[TraceGroup, TraceGro
 def check_enough(group: TraceGroup, what: str) -> None:
     if len(group.traces) < _MIN_TRACES:
         raise InputError(f"{len(group.traces)} {what} traces are too few, at least {_MIN_TRACES}: collect more prompts")
+    if not group.num_anchors:
+        raise InputError(f"the {what} traces hold answers of one token: collect with more --max-new-tokens")
+
+
+def _are_enough(traces: Sequence[Trace]) -> bool:
+    return len(traces) >= _MIN_TRACES and any(trace.num_anchors for trace in traces)
 
 
 def drafts_of(traces: Sequence[Trace], size: int) -> Drafts:
@@ -70,19 +85,20 @@ def drafts_of(traces: Sequence[Trace], size: int) -> Drafts:
 def train_step(group: TraceGroup) -> tuple[StepPilot, StepPilot]:
     """The adaptive tree and the adaptive chain; they share their calibration.
 
-    Traces of sampled answers get a calibration of their own, and the forecast is that of greedy ones.
+    Traces of sampled answers get a calibration and forecasts of their own.
     """
     check_enough(group, "training")
     sampled = [trace for trace in group.traces if trace.temperature > 0]
     greedy = [trace for trace in group.traces if trace.temperature == 0]
-    if len(greedy) < _MIN_TRACES:
+    if not _are_enough(greedy):
         greedy, sampled = group.traces, []
     sizes = tuple(group.manifest["draft_sizes"])
     if not sizes:
         raise InputError("these traces hold no candidates: collect with --draft-sizes and every anchor")
     drafts = {size: drafts_of(greedy, size) for size in sizes}
     calibration = fit_calibration(list(drafts.values()))
-    noisy = fit_calibration([drafts_of(sampled, size) for size in sizes]) if len(sampled) >= _MIN_TRACES else None
+    noisy_drafts = {size: drafts_of(sampled, size) for size in sizes} if _are_enough(sampled) else None
+    noisy = fit_calibration(list(noisy_drafts.values())) if noisy_drafts else None
     tree, chain = (
         StepPilot(
             calibration,
@@ -91,6 +107,7 @@ def train_step(group: TraceGroup) -> tuple[StepPilot, StepPilot]:
             draft_sizes=sizes,
             forecast=fit_forecast(drafts, calibration, is_chain=is_chain),
             sampled=noisy,
+            sampled_forecast=fit_forecast(noisy_drafts, noisy, is_chain=is_chain) if noisy_drafts and noisy else None,
         )
         for is_chain in (False, True)
     )

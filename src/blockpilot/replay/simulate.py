@@ -61,7 +61,7 @@ def simulate(
     """The steps that `pilot` takes through a request's answer, as the only request."""
     request = _Request(trace, pilot, costs.padding if costs else (), is_pipelined)
     steps = _walk(trace, request.step)
-    return [_price(trace, step, costs, is_watched=pilot.num_candidates > 0) for step in steps]
+    return [_price(trace, step, costs) for step in steps]
 
 
 def _walk(trace: Trace, step_at: Callable[[int], SimulatedStep]) -> list[SimulatedStep]:
@@ -70,6 +70,10 @@ def _walk(trace: Trace, step_at: Callable[[int], SimulatedStep]) -> list[Simulat
     anchor = 0
     while anchor < trace.num_anchors:
         steps.append(step_at(anchor))
+        if steps[-1].emitted < 1:
+            raise InputError(
+                f"the trace of {trace.prompt_id!r:.80} tells nothing about anchor {anchor}: collect it again"
+            )
         anchor += steps[-1].emitted
     return steps
 
@@ -135,32 +139,27 @@ class _Request:
 
 def walk_chain(trace: Trace, size: int, costs: StepCosts | None = None) -> list[SimulatedStep]:
     """The steps of a chain drafted and checked at one size; 1 is plain decoding."""
-    return _walk(trace, partial(chain_step, trace, size, costs=costs, is_watched=size > 1))
+    return _walk(trace, partial(chain_step, trace, size, costs=costs))
 
 
-def chain_step(
-    trace: Trace, size: int, anchor: int, *, costs: StepCosts | None = None, is_watched: bool = True
-) -> SimulatedStep:
-    """One step of a chain. Like the engine, it checks no more than may be emitted and does not draft the last token.
-
-    `is_watched`: a drafter is shown what was kept, as it is unless the whole request decodes plainly.
-    """
+def chain_step(trace: Trace, size: int, anchor: int, *, costs: StepCosts | None = None) -> SimulatedStep:
+    """One step of a chain. Like the engine, it checks no more than may be emitted and does not draft the last token."""
     num_remaining = trace.max_new_tokens - anchor - 1
     if size == 1 or num_remaining <= 1:
         step = _plain_step(anchor)
     else:
         emitted = int(trace.emitted[anchor, trace.column(size)])
         step = SimulatedStep(anchor=anchor, block_size=size, verify_size=min(size, num_remaining), emitted=emitted)
-    return _price(trace, step, costs, is_watched=is_watched)
+    return _price(trace, step, costs)
 
 
-def _price(trace: Trace, step: SimulatedStep, costs: StepCosts | None, *, is_watched: bool) -> SimulatedStep:
+def _price(trace: Trace, step: SimulatedStep, costs: StepCosts | None) -> SimulatedStep:
+    """The drafter looks at tokens of plain steps together, before the next draft: nearly for nothing."""
     if costs is None:
         return step
-    draft = costs.draft_ms(step.block_size) if step.block_size > 1 else 0.0
+    draft = costs.draft_ms(step.block_size) + costs.overhead_ms if step.block_size > 1 else 0.0
     verify = costs.verify_ms(step.verify_size, context_length=trace.num_prompt_tokens + step.anchor)
-    overhead = costs.overhead_ms if is_watched else 0.0  # nearly all of it is the drafter's look
-    return replace(step, milliseconds=draft + verify + overhead)
+    return replace(step, milliseconds=draft + verify)
 
 
 def _plain_step(anchor: int) -> SimulatedStep:

@@ -7,7 +7,7 @@ collection goes on behind its last shard. A shard whose name ends in `.xz` is co
 """
 
 import json
-import lzma
+import os.path
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -16,13 +16,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from blockpilot.core.columns import Columns, Promise, read_columns
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import atomic_path
-from blockpilot.core.manifests import MANIFEST, read_manifest
+from blockpilot.core.files import write_bytes
+from blockpilot.core.manifests import MANIFEST, TRACES, read_manifest
+from blockpilot.core.reading import convert, decode_json
 from blockpilot.models.shipped import ASSETS
+from blockpilot.replay.trace_checks import (
+    RequestStrings,
+    TraceManifest,
+    check_promises,
+    check_sizes,
+    check_values,
+    widths,
+)
 from blockpilot.replay.traces import DraftColumns, PrefillColumns, Trace, TraceSetting
 
 _SHARD_NAMES = (".safetensors", ".safetensors.xz")  # plain, compressed
+_MAX_BYTES = 2**32  # of a shard, once it is unpacked
+_AGAIN = "delete it and run `blockpilot collect` again"
+_ADVICE = "move the folder away and run `blockpilot collect` again"
 _REQUESTS = "requests"  # the one metadata key of a shard: its strings. A second key would come in random order
 _REQUEST_COLUMNS = {  # one value per request
     "num_prompt_tokens": np.int32,
@@ -34,23 +47,27 @@ _REQUEST_COLUMNS = {  # one value per request
 # the last two only where the drafter scores a child given its parent
 _DRAFT_COLUMNS = ("log_probs", "entropy", "true_ranks", "first", "pairwise")
 
-_Columns = dict[str, NDArray[Any]]
-
 
 class TraceSet:
     """The traces of a folder in order; one shard at a time is in memory."""
 
     def __init__(self, folder: Path) -> None:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder, TRACES)
         if manifest is None:
             raise InputError(f"{folder} holds no traces: run `blockpilot collect --out {folder}` first")
+        where = str(folder / MANIFEST)
+        self.checked: TraceManifest = convert(manifest, TraceManifest, where, _ADVICE)
+        try:
+            check_sizes(self.checked)
+        except ValueError as error:
+            raise InputError(f"{where}: {error}; {_ADVICE}") from error
         self.folder, self.manifest = folder, manifest
         self.setting = TraceSetting(
-            sizes=tuple(manifest["sizes"]),
-            trained_block_size=manifest["trained_block_size"],
-            max_block_size=manifest["max_block_size"],
-            vocab_size=manifest["vocab_size"],
-            is_every_anchor=manifest["anchors"] == "every",
+            sizes=tuple(self.checked["sizes"]),
+            trained_block_size=self.checked["trained_block_size"],
+            max_block_size=self.checked["max_block_size"],
+            vocab_size=self.checked["vocab_size"],
+            is_every_anchor=self.checked["anchors"] == "every",
         )
 
     @property
@@ -62,22 +79,43 @@ class TraceSet:
         return bool(self.manifest.get("is_complete"))
 
     def __len__(self) -> int:
-        return sum(len(_read_shard(path)[1]) for path in self.shards)
+        return sum(len(self._read(path)[1]) for path in self.shards)
 
     def __iter__(self) -> Iterator[Trace]:
+        found: tuple[int, ...] | None = None
+        count = 0
         for path in self.shards:
-            columns, strings = _read_shard(path)
-            try:
-                traces = list(_unpack(columns, strings, self.setting, self.manifest["draft_sizes"]))
-            except (KeyError, ValueError, TypeError, IndexError) as error:
-                raise _damaged(path) from error
-            yield from traces
+            columns, strings = self._read(path)
+            shared = widths(columns, self.checked["draft_sizes"])
+            if found not in (None, shared):
+                raise InputError(f"{path} is of another run than the shards before it: move it away")
+            found, count = shared, count + len(strings)
+            yield from _unpack(columns, strings, self.setting, self.checked["draft_sizes"])
+        if self.is_complete and count != (counted := self.checked.get("num_traces", count)):
+            raise InputError(f"{self.folder} holds {count} traces and its manifest counts {counted}: {_ADVICE}")
+
+    def _read(self, path: Path) -> tuple[Columns, list[RequestStrings]]:
+        """A shard's columns, and the strings of its requests."""
+        if not os.path.isfile(path):
+            raise InputError(f"{path} is no file: {_AGAIN}")
+        strings: list[RequestStrings] = []
+
+        def check(promises: dict[str, Promise], metadata: dict[str, str]) -> None:
+            strings.extend(decode_json(metadata.get(_REQUESTS, ""), list[RequestStrings], "its requests"))
+            check_promises(promises, self.checked, len(strings))
+
+        columns, _ = read_columns(path, check, most=_MAX_BYTES, advice=_AGAIN)
+        try:
+            check_values(columns, self.checked)
+        except ValueError as error:
+            raise InputError(f"{path} is damaged: {error}; {_AGAIN}") from error
+        return columns, strings
 
 
 def shipped_traces(target: str) -> Path | None:
     """The folder of the traces that ship for a preset target, if there is one."""
     folder = ASSETS / f"{target}-traces"
-    return folder if Path(target).name == target and (folder / MANIFEST).is_file() else None
+    return folder if Path(target).name == target and os.path.isfile(folder / MANIFEST) else None
 
 
 def require_alike(sets: Sequence[TraceSet], keys: Sequence[str], like: Mapping[str, Any] | None = None) -> None:
@@ -104,8 +142,7 @@ def shard_path(folder: Path, index: int, *, is_compressed: bool = False) -> Path
 
 
 def write_shard(path: Path, traces: Sequence[Trace], precision: str) -> None:
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(pack_shard(traces, precision))
+    write_bytes(path, pack_shard(traces, precision))
 
 
 def pack_shard(traces: Sequence[Trace], precision: str) -> bytes:
@@ -117,9 +154,9 @@ def pack_shard(traces: Sequence[Trace], precision: str) -> bytes:
     return save(columns, metadata={_REQUESTS: json.dumps(strings)})
 
 
-def _pack(traces: Sequence[Trace], floats: np.dtype[Any]) -> _Columns:
+def _pack(traces: Sequence[Trace], floats: np.dtype[Any]) -> Columns:
     prefills = [trace.prefill for trace in traces]
-    columns: _Columns = {
+    columns: Columns = {
         **{name: np.array([getattr(t, name) for t in traces], dtype) for name, dtype in _REQUEST_COLUMNS.items()},
         "answer_ids": np.concatenate([trace.answer_ids for trace in traces]),
         "answer_offsets": _offsets([len(trace.answer_ids) for trace in traces]),
@@ -141,7 +178,7 @@ def _pack(traces: Sequence[Trace], floats: np.dtype[Any]) -> _Columns:
 
 
 def _unpack(
-    columns: _Columns, strings: list[dict[str, Any]], setting: TraceSetting, draft_sizes: Sequence[int]
+    columns: Columns, strings: Sequence[RequestStrings], setting: TraceSetting, draft_sizes: Sequence[int]
 ) -> Iterator[Trace]:
     prefill_bounds = list(pairwise(columns["prefill.offsets"].tolist()))
     for row, (start, end) in enumerate(pairwise(columns["answer_offsets"].tolist())):
@@ -177,21 +214,3 @@ def _rounded(values: NDArray[Any], floats: np.dtype[Any]) -> NDArray[Any]:
     """In the stored precision; what float16 cannot hold becomes its largest number, not infinity."""
     largest = np.finfo(floats).max
     return np.clip(values, -largest, largest).astype(floats)
-
-
-def _read_shard(path: Path) -> tuple[_Columns, list[dict[str, Any]]]:
-    """A shard's columns, and the strings of its requests."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
-    try:
-        data = path.read_bytes()
-        data = lzma.decompress(data) if path.suffix == ".xz" else data
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return load(data), json.loads(header["__metadata__"][_REQUESTS])
-    except (SafetensorError, OSError, EOFError, lzma.LZMAError, KeyError, ValueError) as error:
-        raise _damaged(path) from error
-
-
-def _damaged(path: Path) -> InputError:
-    return InputError(f"{path} is damaged: delete it and run `blockpilot collect` again")

@@ -8,7 +8,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from blockpilot.core.files import write_text
+from blockpilot.core.locks import command_name, hold_folder
 from blockpilot.report import tables
+from blockpilot.report.markdown import escape_paragraph, escape_text, fence_for
 from blockpilot.report.notes import write_notes
 from blockpilot.report.run_data import Run, read_run, task_title
 
@@ -28,9 +30,24 @@ def build_report(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     figures = {
         out / "figures" / f"{figure['name']}.svg": figure["svg"] for one in sections for figure in one["figures"]
     }
-    for path, svg in figures.items():
-        write_text(path, svg + "\n")
     overview = tables.overview_table(runs, headings) if len(runs) > 1 else None
+    environment, shown = _make_environment(), {"overview": overview, "sections": sections}
+    shown |= {"published": tables.published_table()}
+    with hold_folder(out, command_name()):
+        for path, svg in figures.items():
+            write_text(path, svg + "\n")
+        for name in ("md", "html"):  # the Markdown links to the figures beside it; the HTML needs no other file
+            write_text(out / f"report.{name}", environment.get_template(f"page.{name}").render(shown))
+    return {
+        "markdown": str(out / "report.md"),
+        "html": str(out / "report.html"),
+        "figures": [str(path) for path in figures],
+        "left_out": [{"figure": title, "reason": reason} for one in sections for title, reason in one["left_out"]],
+    }
+
+
+def _make_environment() -> Environment:
+    """HTML escapes every value by itself, in Markdown each one names its filter."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=select_autoescape(["html"]),
@@ -39,15 +56,8 @@ def build_report(folders: Sequence[Path], out: Path) -> dict[str, Any]:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    shown = {"overview": overview, "sections": sections, "published": tables.published_table()}
-    for name in ("md", "html"):  # the Markdown links to the figures beside it; the HTML needs no other file
-        write_text(out / f"report.{name}", environment.get_template(f"page.{name}").render(shown))
-    return {
-        "markdown": str(out / "report.md"),
-        "html": str(out / "report.html"),
-        "figures": [str(path) for path in figures],
-        "left_out": [{"figure": title, "reason": reason} for one in sections for title, reason in one["left_out"]],
-    }
+    environment.filters |= {"text": escape_text, "paragraph": escape_paragraph, "fence": fence_for}
+    return environment
 
 
 def _build_section(run: Run, heading: str, prefix: str) -> dict[str, Any]:

@@ -35,12 +35,11 @@ def _losslessness(run: Run) -> list[str]:
         num_tokens = sum(row["num_tokens"] for row in rows if reference or row["method"] != "ar")
         notes.append(f"No mismatch with {plain} in {num_tokens:,} tokens{'' if reference else ' of drafted methods'}.")
     if near_ties:
-        gaps = [place["gap"] for place in run.differences if place["is_near_tie"]]
+        gaps = [place["gap"] for place in run.differences if place["is_near_tie"] and place["gap"] is not None]
         largest = f" (largest gap {max(gaps):.2g})" if gaps else ""
-        notes.append(
-            f"{_count(near_ties, 'near-tie', 'near-ties')}: the scores of two tokens lie within {gap:g} of each other, "
-            f"so rounding decides{largest}."
-        )
+        how = "are all but equal" if gap is None else f"lie within {gap:g} of each other"
+        found = _count(near_ties, "near-tie", "near-ties")
+        notes.append(f"{found}: the scores of two tokens {how}, so rounding decides{largest}.")
     if gap is None:
         notes.append("Logits are the same bits in every pass of this engine, so every difference counts as a mismatch.")
     elif gap > 1e-4:
@@ -84,12 +83,13 @@ def _against_best_fixed(run: Run) -> list[str]:
     """The only comparison that counts for a pilot that adapts."""
     column, notes = mean_or_only(run), []
     for method in run.methods:
-        found = run.value(column, method, "over_best_fixed")
-        if method not in ("blockpilot", "chain-step", "step", "auto") or found is None:
-            continue
-        interval = found["ci"]
-        verdict = "" if interval is None or not interval[0] <= 1 <= interval[1] else ": no difference shown"
-        notes.append(f"{method} runs at {found['ratio']:.2f} times best-fixed ({_range(interval)}){verdict}.")
+        for reference in ("best-fixed", "best-fixed-tree"):
+            found = run.value(column, method, f"over_{reference.replace('-', '_')}")
+            if method not in ("blockpilot", "chain-step", "step", "auto") or found is None:
+                continue
+            interval = found["ci"]
+            verdict = "" if interval is None or not interval[0] <= 1 <= interval[1] else ": no difference shown"
+            notes.append(f"{method} runs at {found['ratio']:.2f} times {reference} ({_range(interval)}){verdict}.")
     if not notes and run.fixed_sizes and "best-fixed" not in run.methods:
         notes += _in_hindsight(run, column)
     return notes

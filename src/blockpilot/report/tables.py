@@ -119,7 +119,7 @@ def details_table(run: Run) -> Table:
 
 def scores_table(run: Run) -> Table | None:
     """Share of right answers, where a task was scored. All lossless methods score alike, so plain decoding stands."""
-    found = [row for row in run.of_method("ar") if row.get("num_scored")]
+    found = [row for row in run.of_method("ar") if row.get("num_scored") and row.get("score") is not None]
     if not found:
         return None
     rows = [_row(task_title(row["task"]), f"{row['score']:.0%}", str(row["num_scored"])) for row in found]
@@ -144,20 +144,25 @@ def published_table() -> Table:
 
 
 def best_fixed_table(run: Run) -> Table | None:
-    """The size chosen on calibration prompts, for all tasks and for each alone, and the best in hindsight."""
-    choice = run.manifest.get("best_fixed")
+    """What was chosen on calibration prompts, for all tasks and for each alone, and the best in hindsight."""
+    choice, tree = run.manifest.get("best_fixed"), run.manifest.get("best_fixed_tree")
     hindsight = {row["task"]: row.get("best_fixed_of_task") for row in run.of_method("ar")}
-    if choice is None and not any(hindsight.values()):
+    if choice is None and tree is None and not any(hindsight.values()):
         return None
     rows = []
     for task in run.tasks:
         known = hindsight.get(task)
-        chosen = str(choice["size_by_task"].get(task, _EMPTY)) if choice else _EMPTY
+        chosen = [str(choice["size_by_task"].get(task, _EMPTY)) if choice else _EMPTY]
+        chosen += [tree["method_by_task"].get(task, _EMPTY)] if tree else []
         best = _EMPTY if known is None else f"{known['method'].partition(':')[2]} ({known['speedup']:.2f}x)"
-        rows.append(_row(task_title(task), chosen, best))
-    if choice:
-        rows.append([Cell("All tasks", is_label=True), Cell(str(choice["size"]), is_best=True), Cell(_EMPTY)])
-    return Table([], ["Task", "Chosen on calibration prompts", "Fastest measured on test, in hindsight"], rows)
+        rows.append(_row(task_title(task), *chosen, best))
+    if choice or tree:
+        cells = [Cell(str(choice["size"]), is_best=True) if choice else Cell(_EMPTY)]
+        cells += [Cell(tree["method"], is_best=True)] if tree else []
+        rows.append([Cell("All tasks", is_label=True), *cells, Cell(_EMPTY)])
+    chosen_on = "Chosen on calibration prompts"
+    headings = [f"{chosen_on}: size", f"{chosen_on}: tree"] if tree else [chosen_on]
+    return Table([], ["Task", *headings, "Fastest measured on test, in hindsight"], rows)
 
 
 def format_interval(interval: Sequence[float] | None) -> str:

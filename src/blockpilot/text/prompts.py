@@ -5,20 +5,21 @@ scoring needs under `answer` and `meta`. Evaluation sets split by rule, not by l
 modulo 4 are calibration, the rest are test.
 """
 
-import gzip
 import hashlib
-import lzma
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+import os.path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from blockpilot.core.compressed import read_lines
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import parse_json
+from blockpilot.core.files import MEGABYTE
+from blockpilot.core.reading import decode_json
 
 SPLITS = ("test", "calibration", "all")
-_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+MAX_BYTES = 256 * MEGABYTE  # of a file, once it is unpacked
+MAX_LINES = 1 << 20
 _KEYS = ("prompt", "text", "question", "instruction")
 
 
@@ -51,21 +52,21 @@ def read_prompts(path: Path, *, skip_bad: Callable[[InputError], None] | None = 
 
     `skip_bad`, if given, is called with the error of a bad line, which is then left out.
     """
+    if not os.path.exists(path):  # it may be a pipe
+        raise InputError(f"prompt file {path} does not exist")
     try:
-        with _OPENERS.get(path.suffix, open)(path, "rb") as lines:
-            prompts = list(_parse(path, lines, skip_bad))
-    except FileNotFoundError as error:
-        raise InputError(f"prompt file {path} does not exist") from error
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise InputError(f"prompt file {path} cannot be read: {reason}") from error
+        prompts = list(_parse(path, read_lines(path, most=MAX_BYTES), skip_bad))
+    except InputError as error:
+        raise InputError(f"prompt file {error}") from error
     if not prompts:
         raise InputError(f"prompt file {path} is empty")
     return prompts
 
 
-def _parse(path: Path, lines: IO[bytes], skip_bad: Callable[[InputError], None] | None) -> Iterator[Prompt]:
+def _parse(path: Path, lines: Iterable[bytes], skip_bad: Callable[[InputError], None] | None) -> Iterator[Prompt]:
     for number, raw in enumerate(lines, start=1):
+        if number > MAX_LINES:
+            raise InputError(f"{path} has more than {MAX_LINES:,} lines: split it into several files")
         try:
             prompt = _parse_line(path, number, raw)
         except InputError as error:
@@ -90,13 +91,15 @@ def _parse_line(path: Path, number: int, raw: bytes) -> Prompt | None:
 
 
 def _parse_json(line: str, where: str, default_id: str) -> Prompt:
-    record = parse_json(line, where)
+    record = decode_json(line, Any, where)
     turns = _find_turns(record) if isinstance(record, dict) else ()
     if not turns:
         raise InputError(f"{where}: no prompt found; expected a text under turns, {', '.join(_KEYS)}")
-    answer, meta = record.get("answer"), record.get("meta")
+    id_, answer, meta = record.get("id"), record.get("answer"), record.get("meta")
+    if isinstance(id_, list | dict):
+        raise InputError(f"{where}: an id is a text or a number")
     return Prompt(
-        id=str(record.get("id", default_id)),
+        id=default_id if id_ is None else str(id_),
         text=turns[0],
         later_turns=turns[1:],
         answer=None if answer is None else str(answer),

@@ -9,19 +9,69 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
-from jinja2 import Template
+from msgspec import Meta
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import ensure_folder, read_json, write_text
-from blockpilot.text.chat_template import Message, compile_template, render_template
+from blockpilot.core.files import MEGABYTE, ensure_folder, read_bytes, read_text, write_text
+from blockpilot.core.reading import convert, read_json
+from blockpilot.text.chat_template import ChatTemplate, Message
 from blockpilot.text.detokenizer import Pieces
 
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # as GGUF files say
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
+MAX_TOKENIZER_BYTES, MAX_SETTINGS_BYTES = 512 * MEGABYTE, 16 * MEGABYTE
+MAX_TEMPLATE_BYTES = MEGABYTE
+MAX_TOKENS = 2**22
+
+_TokenId = Annotated[int, Meta(ge=0, lt=MAX_TOKENS)]
+_Template = Annotated[str, Meta(max_length=MAX_TEMPLATE_BYTES)]
+_Vocabulary = TypedDict(  # the fields of a GGUF file that we read
+    "_Vocabulary",
+    {
+        "tokenizer.ggml.model": str,
+        "tokenizer.ggml.pre": str,
+        "tokenizer.ggml.tokens": Annotated[list[str], Meta(max_length=MAX_TOKENS)],
+        "tokenizer.ggml.token_type": list[int],
+        "tokenizer.ggml.merges": list[str],
+        "tokenizer.chat_template": _Template,
+        "tokenizer.ggml.bos_token_id": int,
+        "tokenizer.ggml.eos_token_id": int,
+        "tokenizer.ggml.eot_token_id": int,
+        "tokenizer.ggml.eom_token_id": int,
+        "tokenizer.ggml.unknown_token_id": int,
+        "tokenizer.ggml.padding_token_id": int,
+    },
+    total=False,
+)
+
+
+class _SpecialToken(TypedDict, total=False):
+    content: str
+
+
+class _NamedTemplate(TypedDict, total=False):
+    name: str
+    template: _Template
+
+
+class _Settings(TypedDict, total=False):
+    """What we read of tokenizer_config.json and special_tokens_map.json."""
+
+    bos_token: str | _SpecialToken | None
+    eos_token: str | _SpecialToken | None
+    unk_token: str | _SpecialToken | None
+    pad_token: str | _SpecialToken | None
+    model_max_length: float | None  # 1e30 where there is no limit
+    chat_template: _Template | list[_NamedTemplate] | None
+
+
+class _Ends(TypedDict, total=False):
+    eos_token_id: _TokenId | Annotated[list[_TokenId], Meta(max_length=1024)] | None
+
 
 _WORDS_WITH_DIGIT_RUNS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
@@ -64,24 +114,28 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> "Tokenizer":
         """Read tokenizer.json and the small files beside it."""
         backend = _read_backend(folder / "tokenizer.json")
-        settings = read_json(folder / "tokenizer_config.json") or {}
-        special = _special_texts((read_json(folder / "special_tokens_map.json") or {}) | settings)
+        settings = _read_settings(folder / "tokenizer_config.json", _Settings)
+        special = _special_texts(_read_settings(folder / "special_tokens_map.json", _Settings) | settings)
         length = settings.get("model_max_length")
         return cls(
             backend,
             special_tokens=special,
             chat_template=_find_template(folder, settings),
             eos_token_ids=_eos_ids(folder, backend, special.get("eos_token")),
-            context_length=int(length) if length and length < 10**9 else None,
+            context_length=int(length) if length and 1 <= length < 10**9 else None,
         )
 
     @classmethod
     def from_gguf(cls, fields: Mapping[str, Any], where: str) -> "Tokenizer":
         """Build from GGUF metadata, already read as plain values; `where` names the file in errors."""
+        given = {key: fields[key] for key in _Vocabulary.__annotations__ if fields.get(key) is not None}
+        fields = {**fields, **convert(given, _Vocabulary, where)}
         backend = _build_backend(fields, where)
         tokens = fields["tokenizer.ggml.tokens"]
         ids = {role: fields.get(f"tokenizer.ggml.{key}_token_id") for role, key in _ROLES.items()}
         ends = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+        if fields["tokenizer.ggml.pre"] == "qwen2":  # files name the end of a message; a text has one of its own
+            ends.append(backend.token_to_id("<|endoftext|>"))
         for index in [*ids.values(), *ends]:
             if index is not None and not 0 <= index < len(tokens):
                 raise InputError(f"{where}: special token id {index} lies outside the vocabulary of {len(tokens)}")
@@ -96,6 +150,11 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def highest_id(self) -> int:
+        """Some vocabularies leave out ids."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -115,16 +174,16 @@ class Tokenizer:
 
     def apply_chat_template(self, messages: Sequence[Message]) -> str:
         """The conversation as the text the model expects, ending where its answer starts."""
-        return render_template(self._template, messages, self.special_tokens)
+        return self._template.render(messages, self.special_tokens)
 
     def encode_chat(self, prompt: str) -> list[int]:
         return self.encode(self.apply_chat_template([{"role": "user", "content": prompt}]))
 
     @cached_property
-    def _template(self) -> Template:
+    def _template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise InputError("this model has no chat template; give the prompt raw")
-        return compile_template(self.chat_template)
+        return ChatTemplate(self.chat_template)
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
@@ -145,10 +204,22 @@ class Tokenizer:
 def _read_backend(path: Path) -> Backend:
     if not path.is_file():
         raise InputError(f"{path} is missing: the folder needs a tokenizer.json")
+    content = read_bytes(path, MAX_TOKENIZER_BYTES)
     try:
-        return Backend.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise InputError(f"{path} is not a readable tokenizer: {error}") from error
+        return Backend.from_buffer(content)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # the library raises plain Exception, and where it gives up not even that
+        raise InputError(f"{path} is not a readable tokenizer: {_one_line(error)}") from error
+
+
+def _read_settings(path: Path, kind: Any) -> dict[str, Any]:
+    """Empty where there is no file."""
+    return read_json(path, kind, most=MAX_SETTINGS_BYTES) or {}
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _special_texts(settings: dict[str, Any]) -> dict[str, str]:
@@ -161,17 +232,17 @@ def _special_texts(settings: dict[str, Any]) -> dict[str, str]:
 def _find_template(folder: Path, settings: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
+        return read_text(path, MAX_TEMPLATE_BYTES)
+    template: Any = settings.get("chat_template")
     if isinstance(template, list):  # several named templates
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        return next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
     return template
 
 
 def _eos_ids(folder: Path, backend: Backend, eos_token: str | None) -> list[int]:
     """generation_config.json decides, as in transformers; config.json and the tokenizer stand in for it."""
     for name in ("generation_config.json", "config.json"):
-        value = (read_json(folder / name) or {}).get("eos_token_id")
+        value = _read_settings(folder / name, _Ends).get("eos_token_id")
         if value is not None:
             return [value] if isinstance(value, int) else list(value)
     index = backend.token_to_id(eos_token) if eos_token else None
@@ -186,20 +257,26 @@ def _build_backend(fields: Mapping[str, Any], where: str) -> Backend:
     """
     kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind != "gpt2":
-        raise InputError(f"{where}: tokenizer model {kind!r} is not supported; only byte-level BPE ('gpt2') is")
+        raise InputError(
+            f"{where}: tokenizer model {repr(kind)[:80]} is not supported; only byte-level BPE ('gpt2') is"
+        )
     if pre not in _PRE_TOKENIZERS:
-        raise InputError(f"{where}: pre-tokenizer {pre!r} is not supported; known: {', '.join(_PRE_TOKENIZERS)}")
+        raise InputError(
+            f"{where}: pre-tokenizer {repr(pre)[:80]} is not supported; known: {', '.join(_PRE_TOKENIZERS)}"
+        )
     tokens, types = _required(fields, "tokens", where), _required(fields, "token_type", where)
     if len(tokens) != len(types):
         raise InputError(f"{where}: {len(tokens)} tokens but {len(types)} token types; the file is damaged")
     # padding entries never stand for text: leave them out, so that they decode to nothing
     vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
     merges = [tuple(merge.split(" ", 1)) for merge in _required(fields, "merges", where)]
+    if odd := next((merge for merge in merges if len(merge) != 2), None):
+        raise InputError(f"{where}: merge {odd[0][:80]!r} joins no two tokens; the file is damaged")
     try:
         # Llama 3 takes a word that is itself a token whole, whatever the merges say
         model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre == "llama-bpe")
     except Exception as error:  # the library raises plain Exception
-        raise InputError(f"{where}: vocabulary and merges do not fit together ({error})") from error
+        raise InputError(f"{where}: vocabulary and merges do not fit together ({_one_line(error)})") from error
     backend = Backend(model)
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from blockpilot.core.errors import InputError
+from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.gpu.device import graph_pool, has_triton, on_device
 from blockpilot.models.decoder import Attend, Decoder
 from blockpilot.training.dense_attention import PrefillAttention, StaticCacheAttention
@@ -61,6 +61,7 @@ class BulkGenerator:
         self.positions = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         self.temperatures = torch.zeros(num_rows, device=self.device)
         self.history = torch.zeros(refill_every, num_rows, dtype=torch.int64, device=self.device)
+        self.is_finite = torch.ones((), dtype=torch.bool, device=self.device)  # all that the target has computed
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self._steps: dict[int, Callable[[], None]] = {}
         self._has_kernel = self.device.type == "cuda" and has_triton()
@@ -101,7 +102,9 @@ class BulkGenerator:
 
     def _sample(self, logits: Tensor, temperatures: Tensor) -> Tensor:
         noise = torch.empty_like(logits).exponential_(generator=self.generator).log_()  # minus a Gumbel variable
-        return (logits - temperatures[:, None] * noise).argmax(dim=-1)
+        scores, tokens = (logits - temperatures[:, None] * noise).max(dim=-1)
+        self.is_finite.logical_and_(scores.isfinite().all())
+        return tokens
 
     def _step_function(self, window: int) -> Callable[[], None]:
         if self.device.type != "cuda":
@@ -127,7 +130,15 @@ class BulkGenerator:
         self.positions.copy_(state[1])
         return graph.replay
 
+    def _require_finite(self) -> None:
+        if not bool(self.is_finite):
+            raise BlockPilotError(
+                "the target gives no finite scores: its weights are damaged, or numbers outgrow the dtype (try --dtype "
+                "float32)"
+            )
+
     def _collect(self) -> Iterator[Row]:
+        self._require_finite()
         is_end = torch.isin(self.history, self._eos)
         first_end = torch.where(is_end.any(0), is_end.int().argmax(0) + 1, self.refill_every).tolist()
         history = self.history.t().tolist()
@@ -177,6 +188,7 @@ class BulkGenerator:
         last = hidden.view(len(taken), width, -1)[torch.arange(len(taken), device=self.device), lengths - 1]
         self.temperatures[rows] = torch.tensor([row.temperature for _, row in taken], device=self.device)
         first = self._sample(self.decoder.logits(last).float(), self.temperatures[rows])
+        self._require_finite()
         self.tokens[rows], self.positions[rows] = first, lengths
         for (_, row), token_id in zip(taken, first.tolist(), strict=True):
             row.answer_ids.append(token_id)

@@ -9,23 +9,28 @@ import errno
 import json
 import logging
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from blockpilot.core.device import is_out_of_memory
 from blockpilot.core.errors import BlockPilotError, InputError
-from blockpilot.core.files import atomic_path, write_text
+from blockpilot.core.files import announce_read, append_text, atomic_path, read_text, reason_of, write_text
 from blockpilot.core.manifests import require_same_run
+from blockpilot.core.reading import Count, convert, decode_json
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
 # May differ when a run goes on: what memory allows, and what is evaluated, saved or compiled when.
 _FREE_KEYS = ("batch_size", "blocks", "evaluate_every", "checkpoint_every", "is_compiled")
+_MOMENTS = {"AdamW": ("step", "exp_avg", "exp_avg_sq"), "Muon": ("momentum_buffer",)}  # of each parameter
 
 logger = logging.getLogger(__name__)
 
@@ -48,28 +53,83 @@ def load_checkpoint(out: Path, identity: Mapping[str, Any], device: torch.device
     if not path.is_file():
         return None
     try:
+        announce_read(path)
         state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-        saved = dict(state["identity"])
+        convert({name: value for name, value in state.items() if name in _State.__annotations__}, _State, str(path))
+        saved = state["identity"]
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {reason_of(error)}") from error
     except Exception as error:  # a damaged file fails in many ways
+        if is_out_of_memory(error):
+            raise
         raise InputError(f"{path} is no readable checkpoint: delete it to start anew") from error
     for key, (was, now) in require_same_run(path, saved, identity, free=_FREE_KEYS).items():
         logger.warning("going on with another %s: %r, was %r", key, now, was)
     return state
 
 
+def restore(model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
+    """Go on with weights and moments of a checkpoint; ValueError where they are not of this model."""
+    _require_alike(state["model"], model.state_dict())
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        moments = saved.get("state")
+        if not isinstance(moments, dict) or not moments.keys() <= set(range(len(parameters))):
+            raise ValueError("its moments are not those of the parameters")
+        for place, found in moments.items():
+            _require_moments(found, parameters[place], _MOMENTS[type(optimizer).__name__])
+        # settings follow from the run; those of the file would have to be checked one by one
+        optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+    model.load_state_dict(state["model"])
+
+
+def _require_moments(found: Any, parameter: Tensor, names: Sequence[str]) -> None:
+    """What an optimizer remembers of a parameter: numbers of its shape, and how many steps it has taken."""
+    _require_alike(found, {name: torch.empty(()) if name == "step" else parameter.detach() for name in names})
+    if any(name in found and bool((found[name] < 0).any()) for name in ("step", "exp_avg_sq")):
+        raise ValueError("its moments hold negative numbers")
+
+
+def _require_alike(found: Any, wanted: Mapping[str, Tensor]) -> None:
+    """The same names, shapes and kinds of numbers, all of them finite."""
+    if not isinstance(found, dict) or found.keys() != wanted.keys():
+        raise ValueError("it holds other tensors")
+    for name, own in wanted.items():
+        one = found[name]
+        if not isinstance(one, Tensor) or (one.shape, one.dtype, one.layout) != (own.shape, own.dtype, own.layout):
+            raise ValueError(f"its tensor {name} is of another kind")
+        if not bool(one.isfinite().all()):
+            raise ValueError(f"its tensor {name} holds numbers that are not finite")
+
+
+class _Row(TypedDict):
+    """What every row of a log has; the rest is for readers."""
+
+    step: Count
+
+
+class _State(TypedDict):
+    identity: dict[str, Any]
+    step: Count
+    model: dict[str, Any]
+    optimizers: list[dict[str, Any]]
+
+
 def append_log(out: Path, row: Mapping[str, Any]) -> None:
-    with (out / LOG).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    append_text(out / LOG, json.dumps(row) + "\n")
 
 
 def read_log(out: Path) -> Iterator[dict[str, Any]]:
     """Every row; a last line that a crash cut short is left out."""
     path = out / LOG
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in read_text(path).splitlines() if path.is_file() else ():
         try:
-            yield json.loads(line)
-        except ValueError:
+            row: dict[str, Any] = decode_json(line, dict[str, Any], LOG)
+            convert(row, _Row, LOG)
+        except InputError:
             logger.warning("%s: left out an unreadable line", path)
+        else:
+            yield row
 
 
 def trim_log(out: Path, step: int) -> None:

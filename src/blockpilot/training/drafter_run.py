@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from blockpilot.core.config import MAX_BLOCK_SIZE
-from blockpilot.core.errors import InputError, require_at_least
+from blockpilot.core.errors import InputError, require_at_least, require_at_most, show_value
 
 KINDS = ("dflash", "dflash2", "eagle3")
 _AT_LEAST_ONE = (
@@ -11,6 +11,10 @@ _AT_LEAST_ONE = (
 )  # fmt: skip
 _NOT_NEGATIVE = ("head_size", "evaluate_every", "limit_texts", "seed")
 _ABOVE_ZERO = ("learning_rate", "gamma")
+_AT_MOST = {"layers": 128, "intermediate_size": 2**18, "selector_rank": 4096, "head_size": 2**22, "unrolled": 64}
+_AT_MOST |= {"steps": 10**8, "batch_size": 2**16, "width": 2**16, "blocks": 2**12, "seed": 2**31 - 1}
+_AT_MOST |= {"learning_rate": 10, "gamma": 10**6}
+_MAX_TAPS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,9 @@ class DrafterRun:
         if self.kind not in KINDS:
             raise InputError(f"unknown kind {self.kind!r}: use {', '.join(KINDS)}")
         require_at_least(self, **dict.fromkeys(_AT_LEAST_ONE, 1), **dict.fromkeys(_NOT_NEGATIVE, 0))
+        require_at_most(self, **_AT_MOST)
+        if isinstance(self.taps, int) and not 1 <= self.taps <= _MAX_TAPS:
+            raise InputError(f"--taps must lie between 1 and {_MAX_TAPS}, or name layers, got {show_value(self.taps)}")
         for name in _ABOVE_ZERO:
             if not getattr(self, name) > 0:
                 raise InputError(f"--{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")

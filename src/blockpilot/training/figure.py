@@ -1,16 +1,33 @@
 """The curve of a run: loss, held-out tau, and how right the drafter is at each position. Needs matplotlib."""
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
+from blockpilot.core.errors import InputError
 from blockpilot.core.files import atomic_path
-from blockpilot.training.checkpoints import read_log
+from blockpilot.core.reading import convert
+from blockpilot.training.checkpoints import LOG, read_log
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+class _Evaluation(TypedDict):
+    tau_mean: float | None
+    tau_loop_free: float | None
+    accuracy: list[float]
+    recall: list[float]
+
+
+class _Row(TypedDict):
+    step: int
+    loss: NotRequired[float]
+    evaluation: NotRequired[_Evaluation]
+
 
 _TAUS = {"tau_mean": "per answer", "tau_loop_free": "loop-free"}
 
@@ -19,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 def draw_curve(out: Path) -> list[Path]:
     """Write `curve.svg` and `curve.png` from the log in `out`."""
-    rows = list(read_log(out))
+    rows = [row for row in read_log(out) if _is_row(row)]
     evaluations = [row for row in rows if row.get("evaluation")]
 
     def draw(figure: "Figure") -> None:
@@ -34,6 +51,16 @@ def draw_curve(out: Path) -> list[Path]:
     return write_figure(out, "curve", (10.5, 3.2), draw)
 
 
+def _is_row(row: dict[str, Any]) -> bool:
+    """Whether it can be drawn: others may have written into the log."""
+    try:
+        convert({name: value for name, value in row.items() if name != "evaluation" or value}, _Row, LOG)
+    except InputError as error:
+        logger.warning("left out of the curve: %s", error)
+        return False
+    return True
+
+
 def write_figure(out: Path, name: str, size: tuple[float, float], draw: "Callable[[Figure], None]") -> list[Path]:
     """Draw a figure and write it as SVG and PNG; nothing where matplotlib is not installed."""
     try:
@@ -43,7 +70,12 @@ def write_figure(out: Path, name: str, size: tuple[float, float], draw: "Callabl
         logger.info("no %s drawn: matplotlib is not installed (pip install 'blockpilot[figures]')", name)
         return []
     paths = [out / f"{name}.{kind}" for kind in ("svg", "png")]
-    with rc_context({"svg.hashsalt": name, "font.size": 9}):  # the same data gives the same file
+    # the salt: the same data gives the same file; names are no formulas
+    with (
+        rc_context({"svg.hashsalt": name, "font.size": 9, "text.parse_math": False}),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # of letters that the font lacks
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
         for path in paths:

@@ -5,16 +5,27 @@ total length and prompt length, so a million texts cost three tensors. Shards ar
 that is interrupted goes on behind the last one.
 """
 
-from collections.abc import Iterable
+import os.path
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from blockpilot.core.columns import Promise, read_columns
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import atomic_path
+from blockpilot.core.files import write_bytes
+from blockpilot.core.manifests import TEXTS, require_content
+
+MAX_SHARD_BYTES = 2**32
+MAX_TOKEN_ID = 2**31 - 1
+_COLUMNS = ("token_ids", "lengths", "prompt_lengths")
+_ADVICE = "delete it and run `blockpilot synthesize` again"
+Integers = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,7 @@ def shard_path(folder: Path, index: int) -> Path:
 
 
 def write_shard(path: Path, responses: Iterable[Response]) -> None:
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     texts = ResponseSet.from_responses(responses)
     is_small = not len(texts.token_ids) or int(texts.token_ids.max()) <= 65535
@@ -37,12 +48,12 @@ def write_shard(path: Path, responses: Iterable[Response]) -> None:
         "lengths": texts.lengths.int(),
         "prompt_lengths": texts.prompt_lengths.int(),
     }
-    with atomic_path(path) as temporary:
-        save_file(tensors, str(temporary))
+    write_bytes(path, save(tensors))
 
 
 def read_responses(folder: Path) -> "ResponseSet":
     """All texts of all shards."""
+    require_content(folder, TEXTS)
     shards = sorted(folder.glob("shard-*.safetensors"))
     if not shards:
         raise InputError(f"{folder} holds no training text: run `blockpilot synthesize --out {folder}` first")
@@ -52,19 +63,34 @@ def read_responses(folder: Path) -> "ResponseSet":
 
 def _read_shard(path: Path) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids, lengths and prompt lengths."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    if not os.path.isfile(path):
+        raise InputError(f"{path} is no file: {_ADVICE}")
+    columns, _ = read_columns(path, _check_promises, most=MAX_SHARD_BYTES, advice=_ADVICE)
+    token_ids, lengths, prompt_lengths = (columns[name] for name in _COLUMNS)
+    if not _are_sound(len(token_ids), lengths, prompt_lengths):
+        raise InputError(f"{path} is damaged: its lengths do not add up; {_ADVICE}")
+    if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() <= MAX_TOKEN_ID:
+        raise InputError(f"{path} is damaged: it holds token ids that no tokenizer gives; {_ADVICE}")
+    return torch.from_numpy(token_ids).int(), torch.from_numpy(lengths).long(), torch.from_numpy(prompt_lengths).long()
 
-    advice = "delete it and run `blockpilot synthesize` again"
-    try:
-        tensors = load_file(str(path))
-        token_ids, lengths, prompt_lengths = (tensors[key] for key in ("token_ids", "lengths", "prompt_lengths"))
-        is_sound = int(lengths.sum()) == len(token_ids) and bool((prompt_lengths <= lengths).all())
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise InputError(f"{path} is damaged: {advice}") from error
-    if not is_sound:
-        raise InputError(f"{path} is damaged: its lengths do not add up; {advice}")
-    return token_ids.int(), lengths.long(), prompt_lengths.long()
+
+def _check_promises(promises: Mapping[str, Promise], _: Mapping[str, str]) -> None:
+    if odd := sorted(promises.keys() ^ set(_COLUMNS)):
+        raise ValueError(f"its column {odd[0]!r:.80} is {'left over' if odd[0] in promises else 'missing'}")
+    for name, found in promises.items():
+        if len(found.shape) != 1 or found.is_float:
+            raise ValueError(f"its column {name!r} is no list of whole numbers")
+    if promises["lengths"].shape != promises["prompt_lengths"].shape:
+        raise ValueError("its lengths are not as many as its prompt lengths")
+
+
+def _are_sound(num_tokens: int, lengths: Integers, prompt_lengths: Integers) -> bool:
+    """No text is longer than all of them, prompts have a token and are no longer than their texts."""
+    if not len(lengths):
+        return not num_tokens
+    if lengths.min() < 1 or lengths.max() > num_tokens or prompt_lengths.min() < 1:
+        return False
+    return int(lengths.sum(dtype=np.int64)) == num_tokens and bool((prompt_lengths <= lengths).all())
 
 
 class TextBatch(NamedTuple):
@@ -98,6 +124,14 @@ class ResponseSet:
     @property
     def num_answer_tokens(self) -> int:
         return int((self.lengths - self.prompt_lengths).sum())
+
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Refuse tokens that the target does not know: its embeddings are looked up by them."""
+        if len(self.token_ids) and (largest := int(self.token_ids.max())) >= vocab_size:
+            raise InputError(
+                f"the training text holds token {largest}, and this target knows {vocab_size} tokens: another model "
+                "wrote it; run `blockpilot synthesize` with this target"
+            )
 
     def slice(self, first: int, end: int) -> "ResponseSet":
         """Texts `first` to `end`, without copying them."""

@@ -9,7 +9,8 @@ import torch
 from blockpilot.core.config import default_dtype
 from blockpilot.core.device import resolve_device
 from blockpilot.core.errors import InputError
-from blockpilot.core.manifests import read_manifest
+from blockpilot.core.files import remove_leftovers
+from blockpilot.core.manifests import TEXTS, TRAINING, read_manifest, require_room
 from blockpilot.core.progress import Report
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.loading import LoadedTarget, load_target, save_drafter
@@ -47,7 +48,10 @@ def train_drafter(
     device = target.decoder.embed_tokens.weight.device
     if run.optimizer == "muon" and device.type != "cuda":
         raise InputError("the muon optimizer needs a GPU (its iterations run in bfloat16): use --optimizer adamw")
-    texts, held_out = split_texts(read_responses(data), run.limit_texts)
+    require_room(out, TRAINING)
+    responses = read_responses(data)
+    responses.require_vocabulary(target.decoder.config.vocab_size)
+    texts, held_out = split_texts(responses, run.limit_texts)
     agreement = check_data(target.decoder, texts, width=run.width)
     torch.manual_seed(run.seed)
     objective: DrafterTraining
@@ -55,11 +59,12 @@ def train_drafter(
         objective = Eagle3Training(build_eagle3(run, target, texts).to(device), target.decoder, run, held_out)
     else:
         objective = DFlashTraining(build_dflash(run, target, texts).to(device), target.decoder, run, held_out)
-    source = (read_manifest(data) or {}).get("config")
+    source = (read_manifest(data, TEXTS) or {}).get("config")
     identity = {"target": target.name, "data": source, "num_texts": len(texts)}
     with join_group(device) as group:
         Trainer(objective, texts, run, out=out, group=group, identity=identity).run(report)
     if group.rank == 0:
+        remove_leftovers(out / "drafter")
         save_drafter(objective.model.to(torch.bfloat16), out / "drafter")
         draw_curve(out)
     return {

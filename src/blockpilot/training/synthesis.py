@@ -18,6 +18,7 @@ from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import write_text
 from blockpilot.core.manifests import open_run, write_manifest
 from blockpilot.core.progress import Report
+from blockpilot.core.reading import Count, read_json
 from blockpilot.models.loading import LoadedTarget
 from blockpilot.text.prompts import read_prompts
 from blockpilot.text.repetition import find_loop, without_overlap
@@ -27,6 +28,7 @@ from blockpilot.training.responses import Response, read_responses, shard_path, 
 
 PROMPTS_FILE = "prompts.json"
 _REPORT_EVERY = 512
+_MAX_PROMPT_BYTES = 2**32
 _PLACEHOLDER = "\u2063PROMPT\u2063"
 
 
@@ -153,7 +155,6 @@ def chat_prefix(tokenizer: Tokenizer) -> list[int]:
 
 
 def _load_prompts(path: Path) -> list[list[int]]:
-    try:
-        return [list(ids) for ids in json.loads(path.read_text(encoding="utf-8"))]
-    except (ValueError, TypeError) as error:
-        raise InputError(f"{path} is not readable: {error}; delete it with the shards beside it") from error
+    advice = "delete it with the shards beside it"
+    found: list[list[int]] = read_json(path, list[list[Count]], advice, most=_MAX_PROMPT_BYTES)
+    return found

@@ -9,7 +9,7 @@ are kept apart until all shares are counted, so the step is that of a single pro
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from blockpilot.core.device import is_out_of_memory
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import ensure_folder
 from blockpilot.training.checkpoints import (
+    CHECKPOINT,
     StopFlag,
     TrainingStoppedError,
     append_log,
     load_checkpoint,
     read_log,
+    restore,
     save_checkpoint,
     stop_flag,
     trim_log,
@@ -91,6 +93,7 @@ class Trainer:
             metrics = self._train_step()
             is_last = self.step == self.settings.steps
             if self.step % self.log_every == 0 or is_last:
+                self._require_finite([metrics["loss"], metrics["gradient_norm"]])
                 speed = (self.step - first) / (time.perf_counter() - started)
                 self._log_metrics(metrics, speed, report)
             is_stopping = self._is_stopping(stop) and not is_last
@@ -173,7 +176,19 @@ class Trainer:
             return f"{what}; nothing was saved yet: give the same command again"
         return f"{what}; step {self.saved_step} is saved in {self.out}: give the same command again to go on from there"
 
+    def _require_finite(self, values: Sequence[Tensor]) -> None:
+        """Stop where training has diverged. What was saved before stays, and is never replaced by what is broken."""
+        if bool(torch.stack([value.detach().isfinite().all() for value in values]).all()):
+            return
+        self._is_whole = False
+        saved = f"step {self.saved_step} is saved in {self.out}" if self.saved_step >= 0 else "nothing was saved"
+        raise BlockPilotError(
+            f"training has diverged by step {self.step}: loss or weights are no longer finite numbers; {saved}. Train "
+            "anew with a lower --learning-rate into another --out"
+        )
+
     def _save_checkpoint(self) -> None:
+        self._require_finite(self.parameters)
         if self.group.rank == 0:
             state = {
                 "identity": self.identity,
@@ -187,9 +202,11 @@ class Trainer:
     def _load_checkpoint(self) -> None:
         state = load_checkpoint(self.out, self.identity, self.objective.device)
         if state is not None:
-            self.objective.model.load_state_dict(state["model"])
-            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(saved)
+            try:
+                restore(self.objective.model, self.optimizers, state)
+            except ValueError as error:
+                path = self.out / CHECKPOINT
+                raise InputError(f"{path} does not fit this drafter ({error}): delete it to start anew") from error
             self.step = self.saved_step = state["step"]
         if self.group.rank == 0:
             trim_log(self.out, self.step if state else -1)

@@ -102,3 +102,28 @@ def test_runs_that_are_no_reference_are_named(reference: Path, tmp_path: Path) -
     partial = copy_run(reference, tmp_path / "partial", lambda line: line.update(repeat=int(line["prompt_id"] == "t1")))
     with pytest.raises(InputError, match="lacks the plain answer to t1 of task talk: finish that run first"):
         run_tiny(tmp_path / "out", temperature=0.7, reference=partial)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        ({"anchors": "every", "draft_sizes": []}, "holds traces of `blockpilot collect`, no results: give a folder of"),
+        ({"config": {}}, "holds training text of `blockpilot synthesize`, no results"),
+        ({"id": 3, "arguments": {}, "methods": {}}, r"manifest\.json: Expected str, got int, at id"),
+        ({"id": "a", "arguments": 1, "methods": {}}, r"manifest\.json: Expected object, got int, at arguments"),
+        ({"id": "a", "arguments": {"concurrency": "x" * 999}, "methods": {}}, "was measured with --concurrency 'xxx"),
+        ({"id": "a", "arguments": {}, "methods": {}, "prompts": {"x": 1}}, "Expected object, got int, at prompts"),
+        ([], "Expected object, got array"),
+    ],
+)
+def test_manifests_that_are_no_reference_are_one_line(tmp_path: Path, manifest: object, message: str) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(InputError, match=message) as caught:
+        read_reference(tmp_path)
+    assert len(str(caught.value)) < 400
+
+
+def test_tokens_that_the_target_cannot_have_said_are_named(reference: Path, tmp_path: Path) -> None:
+    strange = copy_run(reference, tmp_path / "strange", lambda line: line.update(token_ids=[10**9]))
+    with pytest.raises(InputError, match="holds token 1000000000, and this target knows"):
+        run_tiny(tmp_path / "out", temperature=0.7, reference=strange)

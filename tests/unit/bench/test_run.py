@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from blockpilot.bench.answers import AnswersFile
+from blockpilot.bench.config import CANDIDATES
 from blockpilot.bench.measuring import Asker
 from blockpilot.bench.methods import Method
 from blockpilot.bench.plan import Round
@@ -18,6 +19,7 @@ from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.decoding.target import PassResult, TargetRunner
 from blockpilot.pilots.files import save_pilot
 from blockpilot.pilots.prefill import PrefillConfig, PrefillNetwork, PrefillPilot
+from blockpilot.report.build import build_report
 from blockpilot.text.prompts import Prompt
 from tests.tiny import VOCAB_SIZE
 from tests.unit.bench.pieces import QUIZ, SOURCE, TALK, ignore, make_setup, run_tiny
@@ -51,6 +53,18 @@ def test_a_run_writes_answers_rows_samples_and_a_manifest(tmp_path: Path, model_
     samples = read(tmp_path / "samples.jsonl")
     first = next(a for a in answers if (a.task, a.prompt_id, a.method) == ("quiz", "q0", "ar"))
     assert "".join(samples[0]["pieces"]) == first.text and "dflash:3" in samples[0]["steps"]
+
+
+def test_a_tree_is_chosen_as_a_size_is(tmp_path: Path, model_cache: Path) -> None:
+    result = run_tiny(tmp_path, "ar,best-fixed,best-fixed-tree,auto")
+    chosen = result.manifest["best_fixed_tree"]
+    assert chosen["method"] in CANDIDATES["best-fixed-tree"] == tuple(chosen["tokens_per_second"])
+    assert chosen["method_by_task"].keys() == {"quiz"} and result.manifest["best_fixed"]["size"] in range(2, 17)
+    row = next(row for row in result.rows if row["method"] == "auto")
+    assert row["over_best_fixed_tree"]["ratio"] > 0 and row["over_best_fixed"]["ratio"] > 0
+    build_report([tmp_path], tmp_path / "report")
+    text = (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    assert f"| {chosen['method']} |" in text.replace("**", "") and "times best-fixed-tree" in text
 
 
 def test_the_second_turn_answers_the_models_own_first_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +140,27 @@ def test_an_interrupted_run_goes_on_and_another_is_refused(tmp_path: Path, monke
     assert not calls and all(path.read_bytes() == content for path, content in files)
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(InputError, match=r"holds other files \(\*\.jsonl\) and no manifest"):
+        run_tiny(tmp_path)
+
+
+def test_folders_that_somebody_changed_are_one_line(tmp_path: Path) -> None:
+    run_tiny(tmp_path)
+    path = tmp_path / "manifest.json"
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    for changes, message in (
+        ({"sessions": None}, r"manifest\.json: Expected array, got null, at sessions; choose another --out"),
+        ({"sessions": [1]}, r"manifest\.json: Expected object, got int, at sessions\[0\]"),
+        ({"anchors": "every", "draft_sizes": []}, "holds traces of `blockpilot collect`, no results: choose another"),
+    ):
+        path.write_text(json.dumps(whole | changes), encoding="utf-8")
+        with pytest.raises(InputError, match=message):
+            run_tiny(tmp_path)
+    path.write_text(json.dumps(whole), encoding="utf-8")
+    answers = read(tmp_path / "answers.jsonl")
+    answers[0]["method"] = "magic"
+    lines = "".join(json.dumps(answer) + "\n" for answer in answers)
+    (tmp_path / "answers.jsonl").write_text(lines, encoding="utf-8")
+    with pytest.raises(InputError, match="holds answers that this run does not ask for: choose another --out"):
         run_tiny(tmp_path)
 
 

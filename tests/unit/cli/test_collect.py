@@ -85,7 +85,7 @@ def test_a_finished_run_has_nothing_to_do_and_another_is_refused(
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        (["--sizes", "2-x"], "--sizes '2-x': give block sizes and ranges separated by commas, such as 2-8,16"),
+        (["--sizes", "2-x"], "--sizes '2-x': give block sizes up to 64 and ranges of them separated by commas"),
         (["--sizes", "8-2"], "--sizes '8-2': give block sizes"),
         (["--sizes", "1-4"], "block size 1: sizes lie between 2 and 64"),
         (["--draft-sizes", "5"], "draft size 5 is not among the sizes 2, 3, 4, 8"),

@@ -10,6 +10,7 @@ import pytest
 from blockpilot.cli.main import main
 from blockpilot.core.records import Completion, StepRecord
 from blockpilot.engine import llm as llm_module
+from blockpilot.models.shipped import default_drafter
 
 KEYS = [
     "text",
@@ -46,7 +47,8 @@ class FakeLLM:
 
     def __init__(self, target, *, drafter, pilot, config, costs, progress):
         self.target_name, self.config, self.costs = target, config, costs
-        self.drafter = SimpleNamespace(name=drafter) if drafter else None
+        name = default_drafter(target) if drafter == "auto" else drafter
+        self.drafter = SimpleNamespace(name=name) if name != "none" else None
         self.pilot = SimpleNamespace(name="ar" if pilot == "auto" else pilot)
         self.is_closed = False
         self.made.append(self)
@@ -109,7 +111,7 @@ def test_human_mode_keeps_the_answer_alone_on_stdout(capsys):
     assert main(["generate", "Hi", "--target", "some/model"]) == 0
     output = capsys.readouterr()
     assert output.out == "Hello, wörld\n"
-    assert "no drafter ships for some/model: plain decoding (try --drafter ngram)" in output.err
+    assert "no drafter ships for some/model: text that repeats is drafted by n-gram lookup" in output.err
     assert all(word in output.err for word in ("tokens/s", "tau", "prefill", "length", "2.00"))
 
 
@@ -165,7 +167,8 @@ def test_the_dtype_suits_the_device(words, dtype, fake_llm):
         (["Hi", "--top-k", "-1"], "top_k"),
         (["Hi", "--seed", "-1"], "seed"),
         (["Hi", "--stop", ""], "stop string is empty"),
-        (["Hi", "--stop", "a\udcff"], "stop string is not valid UTF-8 at byte 1"),
+        (["Hi", "--stop", "a\udcff"], "not valid UTF-8 at byte 1"),
+        (["Hi", "--top-k=--"], "gives no value"),
         (["Hi", "--dtype", "int3"], "unknown dtype"),
         (["Hi", "--dtype", "int8", "--device", "cuda"], "dtype int8 runs on a CPU"),
         (["Hi", "--device", "mps"], "unknown device 'mps': use cpu or cuda"),
@@ -175,7 +178,7 @@ def test_the_dtype_suits_the_device(words, dtype, fake_llm):
         (["Hi", "--pilot", "fixed:4", "--drafter", "none"], "needs a drafter: add --drafter ngram"),
         (["Hi", "--max-new", "4"], "unrecognized arguments"),
         ([" \n"], "the prompt is empty"),
-        (["ä\udcffb"], "the prompt is not valid UTF-8 at byte 2"),
+        (["ä\udcffb"], "not valid UTF-8 at byte 2"),
     ],
 )
 def test_bad_input_is_found_before_the_model_is_loaded(words, expected, fake_llm, capsys):

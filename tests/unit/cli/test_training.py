@@ -88,7 +88,7 @@ def test_a_finished_run_has_nothing_to_do(
         ("synthesize", ["--dtype", "int3"], "unknown dtype 'int3'"),
         ("train-drafter", ["--layers", "0"], "--layers must be at least 1"),
         ("train-drafter", ["--taps", "a,b"], "--taps 'a,b': give a count, or layer numbers"),
-        ("train-drafter", ["--taps", "0"], "--taps must be at least 1"),
+        ("train-drafter", ["--taps", "0"], "--taps must lie between 1 and 64"),
         ("train-drafter", ["--kind", "medusa"], "invalid choice: 'medusa'"),
         ("train-drafter", ["--optimizer", "muon"], "the muon optimizer needs a GPU"),
         ("train-drafter", ["--data", "gone"], "gone holds no training text"),

@@ -21,6 +21,14 @@ def test_cache_dir_expands_the_home_folder(monkeypatch):
     assert cache_dir() == Path.home() / "models"
 
 
+def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch):
+    for name in ("BLOCKPILOT_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(InputError, match="set BLOCKPILOT_CACHE"):
+        cache_dir()
+
+
 def test_defaults_are_valid_and_frozen():
     config = EngineConfig()
     with pytest.raises(AttributeError):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blockpilot.core.draft import HostDraft
 from blockpilot.core.sampling_params import SamplingParams
+from blockpilot.cpu import dflash
 from blockpilot.cpu.dflash import CpuDFlashDrafter
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import DraftRequest, Observation
@@ -187,8 +188,32 @@ def test_taps_in_pieces_leave_what_all_at_once_leave(is_second: bool) -> None:
         pieces.propose([request(2)._replace(position=end)])
     whole.observe([Observation(2, [0] * 60, taps)])
     assert torch.equal(pieces.cache.copy_rows(2, 0, 60), whole.cache.copy_rows(2, 0, 60))
-    assert_equal(pieces.propose([request(2)])[0], whole.propose([request(2)])[0])
+    assert_equal(pieces.propose([request(2), request(0)])[0], whole.propose([request(2)])[0])
     assert pieces.cache.lengths == [4, 0, 60]
+
+
+@both_kinds
+@pytest.mark.parametrize("count", [1, 31, 32, 67])
+def test_tokens_that_come_one_by_one_are_looked_at_before_the_next_draft(
+    is_second: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a request that takes up the rows of one that never drafted."""
+    monkeypatch.setattr(dflash, "MOST_UNSEEN", 32)
+    single, whole, resumed = (make_drafter(is_second=is_second) for _ in range(3))
+    taps = make_taps(6 + count, 2)
+    for drafter in (single, resumed):
+        drafter.observe([Observation(1, [0] * 6, taps[:6])])
+        for place in range(6, 6 + count):
+            drafter.observe([Observation(1, [0], taps, [place])])
+    assert single.cache.lengths[1] == 6 + count // 32 * 32
+    resumed.forget(1)
+    resumed.resume(1, [0] * (6 + count))
+    whole.observe([Observation(1, [0] * (6 + count), taps)])
+    asked = [request(1)._replace(position=6 + count)]
+    expected = whole.propose(asked)[0]
+    for drafter in (single, resumed):
+        assert_equal(drafter.propose(asked)[0], expected)
+        assert drafter.cache.lengths[1] == 6 + count
 
 
 def test_rows_of_a_whole_pass() -> None:
@@ -197,6 +222,8 @@ def test_rows_of_a_whole_pass() -> None:
     taps, rows = make_taps(30), [[0, 2, 5], [11, 12], [29]]
     shared.observe([Observation(slot, [0] * len(own), taps, own) for slot, own in enumerate(rows)])
     apart.observe([Observation(slot, [0] * len(own), taps[own]) for slot, own in enumerate(rows)])
+    for drafter in (shared, apart):  # single tokens wait for a draft
+        drafter.propose([request(slot) for slot in range(len(rows))])
     for slot, own in enumerate(rows):
         assert torch.equal(*(drafter.cache.copy_rows(slot, 0, len(own)) for drafter in (shared, apart)))
 

@@ -65,7 +65,7 @@ def test_an_empty_text_is_refused(prompt: str) -> None:
 
 def test_a_prompt_of_token_ids_stands_in_a_list_of_prompts() -> None:
     llm = make_llm()
-    with pytest.raises(InputError, match=r"prompts holds numbers: give one prompt of token ids as \[\[\.\.\.\]\]"):
+    with pytest.raises(InputError, match=r"give one prompt of token ids as \[\[\.\.\.\]\]"):
         llm.generate([1, 2, 3], PARAMS)  # type: ignore[list-item]
     assert len(llm.generate([[1, 2, 3]], PARAMS)) == 1
     assert_idle(llm)

@@ -33,6 +33,7 @@ from blockpilot.models import loading
 from blockpilot.models.loading import LoadedTarget
 from blockpilot.pilots.cost_model import CostPoint, StepCosts
 from tests.tiny import make_dflash, make_eagle3, make_llm, make_target
+from tests.unit.pilots.hostile import BAD_PROFILES
 
 PLAN = ProfilePlan(draft_sizes=(2, 4, 32), verify_totals=(1, 2, 4, 8), contexts=(20,), num_rounds=2)
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -175,6 +176,26 @@ def test_files_that_are_no_profiles(content: str) -> None:
     assert load_profile(profile_key(llm)) is None
     with pytest.raises(InputError, match=r"\.json"):
         read_profile(path)
+
+
+@pytest.mark.parametrize("damage", BAD_PROFILES)
+def test_a_bad_profile_is_one_line(tmp_path: Path, damage: str) -> None:
+    path, change = tmp_path / "costs.json", BAD_PROFILES[damage]
+    stored = StepCosts.linear().to_dict()
+    path.write_text(json.dumps(stored | change if isinstance(change, dict) and change else change))
+    with pytest.raises(InputError, match=r"costs\.json is no profile: .*; name a file written by") as caught:
+        read_profile(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b'{"key": NaN}', b"[" * 100_000, b'{"\\ud800": 1}', b""])
+def test_text_that_is_no_json_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "costs.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"costs\.json is no profile: "):
+        read_profile(tmp_path / "costs.json")
+    for path, message in ((Path("/dev/zero"), "larger than 16 MB"), (tmp_path, "Is a directory")):
+        with pytest.raises(InputError, match=message):
+            read_profile(path)
 
 
 def test_what_cannot_be_measured_names_both_sides() -> None:

@@ -55,7 +55,7 @@ def test_closing_a_stream_frees_its_slot() -> None:
     stream.close()  # type: ignore[attr-defined]
     assert llm.engine.runner.cache.num_free == 4
     assert not llm.engine.has_work
-    assert llm._pending == {}
+    assert llm.desk._boxes == {}
 
 
 def test_streams_side_by_side_lose_nothing_to_each_other() -> None:

@@ -188,9 +188,11 @@ def test_a_pass_without_trees_needs_no_layout() -> None:
 
 @pytest.mark.parametrize(("num_requests", "count"), [(2, 3), (3, 60)])
 @pytest.mark.parametrize("num_parts", [1, 3])
-def test_queries_and_new_rows(num_requests: int, count: int, num_parts: int) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_queries_and_new_rows(num_requests: int, count: int, num_parts: int, has_bias: bool) -> None:
     """Few rows and many, which are other programs; some reach beyond the slot."""
-    layers = [make_layer()]
+    bias = torch.randn((HEADS + 2 * KV) * DIM) if has_bias else None
+    layers = [make_layer()._replace(bias=bias)]
     layers.append(layers[0]._replace(keys=layers[0].keys.clone(), values=layers[0].values.clone()))
     inputs = prompt_inputs([count] * num_requests, range(num_requests), [5, 70, CAPACITY - 20][:num_requests])
     parts = torch.randn(num_parts, num_requests * count, (HEADS + 2 * KV) * DIM)
@@ -203,9 +205,12 @@ def test_queries_and_new_rows(num_requests: int, count: int, num_parts: int) -> 
 
 @pytest.mark.parametrize("starts", [[200], [0, 64, 200]])
 @pytest.mark.parametrize("group", [1, 3, 20])
-def test_one_token_of_each_request(group: int, starts: list[int]) -> None:
-    """Queries of one key head fit into a tile of 16, or do not."""
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_one_token_of_each_request(group: int, starts: list[int], has_norm: bool) -> None:
+    """Queries of one key head fit into a tile of 16, or do not. Models have norms or biases."""
     layer = make_layer()._replace(num_heads=group * KV)
+    if not has_norm:
+        layer = layer._replace(norms=None, bias=torch.randn((group + 2) * KV * DIM))
     other = layer._replace(keys=layer.keys.clone(), values=layer.values.clone())
     inputs = tree_inputs([chain(1)] * len(starts), [2, 0, 1][: len(starts)], starts)
     qkv = Parts(torch.randn(2, len(starts), (group + 2) * KV * DIM), 2)

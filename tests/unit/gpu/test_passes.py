@@ -25,7 +25,7 @@ PILOTS = ["ar", "fixed:4", "tree:15", "tree:70"]
 
 
 @pytest.mark.parametrize("is_second", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_recorded_passes_decode_as_unrecorded_ones_do(name: str, is_second: bool) -> None:
     plain = make_llm(name, drafter=make_dflash(name, is_second=is_second))
     planned = make_gpu_llm(name, with_device_steps=False, drafter=make_dflash(name, is_second=is_second))

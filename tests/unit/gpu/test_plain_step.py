@@ -28,7 +28,7 @@ def results(answers: Sequence[Completion]) -> list[tuple[str, list[int], str, li
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "T=0.7"])
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe"])
 def test_answers_are_those_of_unrecorded_passes(runs: Runs, name: str, params: SamplingParams) -> None:
     """One request; several of different lengths, of which some end; more than there are slots, with long prompts."""
     host, llm = make_llm(name), make_gpu_llm(name)

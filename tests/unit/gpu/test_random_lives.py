@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from blockpilot import load_pilot
-from blockpilot.core.records import Completion
+from blockpilot.core.records import Completion, Update
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.engine.llm import LLM
-from blockpilot.engine.outbox import Update
 from blockpilot.engine.sequence import Sequence
 from blockpilot.gpu.device import Stopwatch
 from blockpilot.gpu.step import DeviceExecutor

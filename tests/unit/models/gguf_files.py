@@ -46,7 +46,7 @@ def write_gguf(
     `kinds` are those of projections that differ from the others.
     """
     config = model.config
-    architecture = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}[config.model_type]
+    architecture = config.model_type.replace("_", "")
     writer = gguf.GGUFWriter(path, architecture)
     _write_settings(writer, config, architecture)
     _write_vocabulary(writer)
@@ -86,10 +86,10 @@ def _expert_name(name: str) -> str:
 
 
 def _gguf_name(name: str) -> str:
-    stem = name.removesuffix(".weight")
+    stem, kind = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, index, leaf = stem.split(".", 3)
-        return f"blk.{index}.{NAMES[leaf]}.weight"
+        return f"blk.{index}.{NAMES[leaf]}.{kind}"
     return f"{NAMES[stem]}.weight"
 
 
@@ -120,7 +120,7 @@ def _write_settings(writer: Any, config: Any, architecture: str) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if architecture != "llama":
+    if "qwen3" in architecture:
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if architecture == "qwen3moe":

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from blockpilot.models.block_codes import INTEGER_KINDS, BlockCodes, decode_blocks, join_parts
 
 HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0]}  # where they stand in a block
-HALVES |= {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+HALVES |= {"Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
 
 
 def random_weight(rows: int, columns: int) -> NDArray[np.float32]:
@@ -44,8 +44,13 @@ def test_codes_are_exactly_the_dequantized_weights(kind: str, rows: int, blocks:
     assert codes is not None
     expected = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
     assert codes.codes.shape == expected.shape and codes.codes.dtype == np.int8
-    assert codes.scales.shape[1] == expected.shape[1] // (16 if kind == "Q6_K" else 32)
+    assert codes.scales.shape[1] == expected.shape[1] // (16 if kind in ("Q3_K", "Q6_K") else 32)
     np.testing.assert_array_equal(codes.dequantize(), expected)
+    if (fine := codes.fine) is not None:
+        per_step = codes.scales.shape[1] // fine.steps.shape[2]
+        np.testing.assert_array_equal(codes.scales, fine.scales * np.repeat(fine.steps[0], per_step, axis=1))
+    if fine is not None and fine.offsets is not None:
+        np.testing.assert_array_equal(codes.offsets, fine.offsets * np.repeat(fine.steps[1], 8, axis=1))
 
 
 def test_every_form_of_a_file_is_tested() -> None:
@@ -58,7 +63,7 @@ def test_codes_of_a_matrix_lie_near_it(kind: str) -> None:
     assert np.abs(make_codes(kind).dequantize() - weight).max() < step
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q2_K", "Q3_K", "IQ4_NL"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q2_K", "IQ4_NL"])
 def test_other_kinds_have_no_codes(kind: str) -> None:
     assert decode_blocks(random_weight(4, 32).view(np.uint8), kind) is None
 

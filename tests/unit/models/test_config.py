@@ -7,6 +7,7 @@ from blockpilot.models.config import parse_decoder_config
 from tests.support import LLAMA3_ROPE, TINY
 
 LLAMA = TINY | {"architectures": ["LlamaForCausalLM"]}
+QWEN2 = TINY | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 MOE = TINY | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -24,6 +25,20 @@ MOE = TINY | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 2
 def test_what_we_cannot_run_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse_decoder_config(LLAMA | changes, "config.json")
+
+
+def test_sliding_windows_of_qwen2_may_be_there_and_off() -> None:
+    given = {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 28}
+    config = parse_decoder_config(QWEN2 | given | {"layer_types": ["full_attention"] * 2}, "config.json")
+    assert config.has_qkv_bias and not config.has_qk_norm
+    for change, message in (
+        ({"use_sliding_window": True}, r"use_sliding_window=True is not supported \(only false\)"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types holds 'sliding_attention'"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+    ):
+        with pytest.raises(InputError, match=message):
+            parse_decoder_config(QWEN2 | given | change, "config.json")
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings"])

@@ -19,6 +19,7 @@ from tests.unit.models.gguf_files import VOCAB_SIZE, write_gguf
 
 TOKEN_IDS = torch.randint(0, VOCAB_SIZE, (60,), generator=torch.Generator().manual_seed(1))
 SHAPES = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96}
+QWEN2 = {"tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 QWEN = {"head_dim": 32, "tie_word_embeddings": True}
 MOE = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 
@@ -42,7 +43,10 @@ def test_llama_matches_the_dequantized_reference(tmp_path: Path, quantization: s
 
 
 @pytest.mark.parametrize("quantization", ["F32", "Q8_0"])
-@pytest.mark.parametrize(("kind", "options"), [("qwen3", QWEN), ("qwen3_moe", MOE)])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("qwen2", QWEN2), ("qwen2", {"tie_word_embeddings": True}), ("qwen3", QWEN), ("qwen3_moe", MOE)],
+)
 def test_qwen(tmp_path: Path, kind: str, options: dict[str, Any], quantization: str) -> None:
     model = reference(tmp_path, kind, **options)
     check_logits(write(tmp_path, model, quantization), model)
@@ -60,7 +64,7 @@ def write(tmp_path: Path, model: Any, quantization: str) -> Path:
 @pytest.mark.parametrize("quantization", ["Q8_0", "Q4_1", "Q4_0", "Q5_0", "Q5_1"])
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen3", QWEN), ("qwen3_moe", MOE)],
+    [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen2", QWEN2), ("qwen3", QWEN), ("qwen3_moe", MOE)],
 )
 def test_integers_run_as_they_are_stored(tmp_path: Path, kind: str, options: dict[str, Any], quantization: str) -> None:
     write_gguf(tmp_path / "tiny.gguf", reference(tmp_path, kind, **options), kind=quantization)
@@ -97,7 +101,7 @@ def coded_names(decoder: Decoder) -> set[str]:
     return {name for name in linears if not name.endswith("mlp.gate")}
 
 
-@pytest.mark.parametrize(("kind", "options"), [("llama", {}), ("qwen3", QWEN), ("qwen3_moe", MOE)])
+@pytest.mark.parametrize(("kind", "options"), [("llama", {}), ("qwen2", QWEN2), ("qwen3", QWEN), ("qwen3_moe", MOE)])
 def test_passes_in_integers_lie_near_the_reference(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     """Rows in llama.cpp's order, heads, rotation, experts."""
     model = reference(tmp_path, kind, **options)

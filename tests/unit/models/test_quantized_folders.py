@@ -95,7 +95,23 @@ def test_what_was_packed_in_part_is_packed_again(tmp_path: Path) -> None:
     place = quantize_folder(folder, "q8_0")
     (place / "model.safetensors").rename(place / "model-00001-of-00002.safetensors")
     assert load(folder).dtype == torch.int8
-    assert [path.name for path in quantize_folder(folder, "q8_0").iterdir()] == ["model.safetensors"]
+    names = {path.name for path in quantize_folder(folder, "q8_0").iterdir()}
+    assert names == {"model.safetensors", "checksums.json"}
+
+
+def test_a_damaged_copy_is_made_anew_with_one_warning(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write(tmp_path / "model")
+    quantize_folder(folder, "q8_0")
+    (path,) = packed_files(cache)
+    assert not caplog.records
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    quantize_folder(folder, "q8_0")
+    assert path.read_bytes() == content
+    quantize_folder(folder, "q8_0")
+    assert [record.message.endswith("damaged, and made anew") for record in caplog.records] == [True]
 
 
 def test_two_folders_of_one_name_are_told_apart(tmp_path: Path, cache: Path) -> None:

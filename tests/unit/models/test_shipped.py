@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from blockpilot.core.errors import BlockPilotError
 from blockpilot.models import shipped
 from blockpilot.models.dflash_format import HEAD_ROWS
-from blockpilot.models.export import export_drafter, public_drafter
+from blockpilot.models.export import MARKER, export_drafter, public_drafter
 from blockpilot.models.loading import load_drafter
 from blockpilot.models.tensor_files import read_safetensors_folder
 
@@ -25,6 +25,8 @@ def test_every_shipped_drafter_is_whole_and_has_a_card() -> None:
 def test_the_default_target_has_one() -> None:
     assert shipped.shipped_drafter("smollm2-135m") == "smollm2-135m-dflash2"
     assert shipped.shipped_drafter("some/model") is None
+    assert shipped.default_drafter("smollm2-135m") == "smollm2-135m-dflash2"
+    assert shipped.default_drafter("some/model") == "ngram"
 
 
 def test_damage_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +35,8 @@ def test_damage_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "smollm2-135m-dflash2" / "model.safetensors").write_bytes(b"half")
     with pytest.raises(BlockPilotError, match="damaged"):
         shipped.verify_shipped("smollm2-135m-dflash2")
+    with pytest.raises(BlockPilotError, match="install the package again"):
+        load_drafter("smollm2-135m-dflash2", torch.float32)
 
 
 def test_export_leaves_out_what_only_we_read(tmp_path: Path) -> None:
@@ -49,6 +53,16 @@ def test_other_engines_get_the_exported_form(tmp_path: Path, monkeypatch: pytest
     written = (folder / "model.safetensors").stat().st_mtime_ns
     assert public_drafter(str(folder)) == public_drafter("smollm2-135m-dflash") == str(folder)
     assert (folder / "model.safetensors").stat().st_mtime_ns == written, "it was written again"
+
+
+def test_a_damaged_exported_form_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKPILOT_CACHE", str(tmp_path))
+    path = Path(public_drafter("smollm2-135m-dflash")) / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (path.parent / MARKER).unlink()
+    assert Path(public_drafter("smollm2-135m-dflash")) / "model.safetensors" == path
+    assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize("name", list(shipped.DRAFTERS))

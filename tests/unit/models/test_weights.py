@@ -20,6 +20,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-no-gqa": ("llama", {"num_key_value_heads": 4}),
     "llama-scaled": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}}),
+    "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 16}),
     "qwen3": ("qwen3", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3-moe": ("qwen3_moe", MOE | {"norm_topk_prob": True}),
@@ -107,8 +109,8 @@ def test_integer_weights_are_refused(tmp_path: Path) -> None:
 def test_quantized_and_unreadable_configs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is no model folder"):
         load_decoder_folder(tmp_path, torch.float32)
-    (tmp_path / "config.json").write_text("[")
-    with pytest.raises(InputError, match="not readable JSON"):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="not valid JSON"):
         load_decoder_folder(tmp_path, torch.float32)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"bits": 4}}))
     with pytest.raises(InputError, match="quantized weights are not supported"):

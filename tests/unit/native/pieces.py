@@ -31,7 +31,7 @@ def open_named(name: str, num_threads: int = 1) -> Kernels:
 
 
 def pack(kernels: Kernels, codes: BlockCodes) -> PackedWeight:
-    return pack_weight(kernels, codes.codes, codes.scales, codes.offsets)
+    return pack_weight(kernels, codes.codes, codes.scales, codes.offsets, codes.fine)
 
 
 def multiply(kernels: Kernels, weight: PackedWeight, x: Floats) -> Floats:

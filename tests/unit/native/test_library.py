@@ -1,6 +1,7 @@
 """The choice of instructions, and products of all of them against plain loops."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.models.block_codes import BlockCodes
 from blockpilot.native import library
 from blockpilot.native.library import find_instructions, open_kernels
-from tests.coded import FORMS, make_codes
+from tests.coded import FINE, FORMS, make_codes, make_fine_codes
 from tests.unit.native.pieces import RUNNABLE, Floats, assert_close, multiply, open_named, pack
 
 EXTREMES = {"nibbles": (0, 15), "centred": (-8, 7)} | dict.fromkeys(FORMS[2:], (-128, 127))  # of codes
@@ -118,6 +119,23 @@ def test_products_are_those_of_plain_loops(name, form, rows, blocks, count, seed
 
 
 @every_set
+@settings(deadline=None, max_examples=30)
+@given(
+    form=st.sampled_from(tuple(FINE)),
+    rows=st.integers(1, 40),
+    supers=st.integers(1, 3),
+    count=st.integers(1, 20),
+    seed=st.integers(0, 2**32),
+)
+def test_scales_in_steps_give_the_bits_of_plain_scales(name, form, rows, supers, count, seed) -> None:
+    codes = make_fine_codes(torch.from_numpy(random_rows(rows, 256 * supers, seed + 1)), form)
+    kernels, x = open_named(name), random_rows(count, 256 * supers, seed)
+    found = multiply(kernels, pack(kernels, codes), x)
+    assert np.array_equal(found, multiply(kernels, pack(kernels, replace(codes, fine=None)), x))
+    assert np.array_equal(multiply(kernels, pack(kernels, codes), x[:1]), found[:1])
+
+
+@every_set
 @pytest.mark.parametrize("form", FORMS)
 def test_threads_change_no_bit(name: str, form: str) -> None:
     codes, x = random_codes(form, 777, 96), random_rows(37, 96)
@@ -135,6 +153,19 @@ def test_instructions_change_no_bit(form: str) -> None:
     fused = [name for name in RUNNABLE if name != "portable"]
     found = [multiply(open_named(name), pack(open_named(name), codes), x) for name in fused]
     assert all(np.array_equal(one, found[0]) for one in found)
+
+
+@every_set
+@pytest.mark.parametrize("form", FINE)
+@pytest.mark.parametrize("signs", ["same", "opposite", "mixed"])
+def test_extremes_of_six_bits_do_not_saturate(name: str, form: str, signs: str) -> None:
+    codes = make_fine_codes(torch.ones(3, 256), form)
+    low, high = (0, 15) if form == "fine nibbles" else (-32, 31)
+    mixed = np.random.default_rng(0).choice((low, high), 256)
+    rows = np.stack([np.full(256, low), np.full(256, high), mixed]).astype(np.int8)
+    codes, kernels = replace(codes, codes=rows), open_named(name)
+    x = np.full((5, 256), 3, np.float32) * {"same": 1, "opposite": -1, "mixed": np.where(mixed > 0, 1, -1)}[signs]
+    assert_close(multiply(kernels, pack(kernels, codes), x.astype(np.float32)), codes, x.astype(np.float32))
 
 
 @every_set

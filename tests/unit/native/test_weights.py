@@ -1,12 +1,14 @@
 """Weights are packed into the smallest form that holds them, and lose nothing."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from blockpilot.models.block_codes import BlockCodes
-from blockpilot.native.weights import BYTES, CENTRED, HALVES, NIBBLES, OFFSET_BYTES
-from tests.coded import FORMS, make_codes
+from blockpilot.native.weights import BYTES, CENTRED, FINE_NIBBLES, FINE_SIXES, HALVES, NIBBLES, OFFSET_BYTES
+from tests.coded import FINE, FORMS, make_codes, make_fine_codes
 from tests.unit.native.pieces import RUNNABLE, assert_close, multiply, open_named, pack
 
 KERNELS = open_named(RUNNABLE[0])
@@ -31,6 +33,38 @@ def test_every_form_has_its_kind(form: str, kind: int) -> None:
 def test_what_a_weight_takes(form: str, bits: float) -> None:
     """Scales and offsets of the last two are no half precision numbers here."""
     assert pack(KERNELS, codes_of(form, rows=48)).num_bytes * 8 == bits * 48 * 64
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "bits"), [("fine nibbles", FINE_NIBBLES, 4.625), ("fine sixes", FINE_SIXES, 6.625)]
+)
+def test_steps_that_256_weights_share_stay_what_they_are(form: str, kind: int, bits: float) -> None:
+    codes = make_fine_codes(torch.randn(48, 512, generator=torch.Generator().manual_seed(0)), form)
+    weight = pack(KERNELS, codes)
+    assert weight.info.kind == kind and weight.num_bytes * 8 == bits * 48 * 512
+
+
+def test_codes_that_no_form_with_steps_holds_are_packed_with_plain_scales() -> None:
+    """Q5_K has 5 bits."""
+    codes = make_fine_codes(torch.randn(20, 256, generator=torch.Generator().manual_seed(0)), "fine nibbles")
+    wide = replace(codes, codes=codes.codes + np.int8(16))
+    assert pack(KERNELS, wide).info.kind == OFFSET_BYTES
+    sixes = make_fine_codes(torch.randn(20, 256, generator=torch.Generator().manual_seed(0)), "fine sixes")
+    assert pack(KERNELS, replace(sixes, codes=sixes.codes + np.int8(1))).info.kind == HALVES
+
+
+@pytest.mark.parametrize("form", FINE)
+def test_rows_of_shared_steps_are_chosen_and_joined(form: str) -> None:
+    first, second = (
+        make_fine_codes(torch.randn(20, 256, generator=torch.Generator().manual_seed(i)), form) for i in (0, 1)
+    )
+    joined, order = BlockCodes.join([first, second]), np.array([25, 3, 39])
+    chosen = joined.rows(order)
+    x = np.random.default_rng(2).standard_normal((3, 256)).astype(np.float32)
+    expected = np.concatenate([multiply(KERNELS, pack(KERNELS, part), x) for part in (first, second)], axis=1)
+    assert np.array_equal(multiply(KERNELS, pack(KERNELS, joined), x), expected)
+    assert np.array_equal(multiply(KERNELS, pack(KERNELS, chosen), x), expected[:, order])
+    assert first.form != make_codes(torch.randn(4, 256), FINE[form]).form
 
 
 def test_scales_that_half_precision_does_not_hold_stay_what_they_are() -> None:

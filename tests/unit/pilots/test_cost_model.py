@@ -91,8 +91,9 @@ def test_round_trip() -> None:
     [
         ({"more": 1}, "unknown field 'more'"),
         ({"verify": []}, "at least one verify point"),
-        ({"verify": [{"tokens": 1, "ms": -1}]}, "not negative"),
-        ({"verify": [{"tokens": 0, "ms": 1}]}, "at least one token"),
+        ({"verify": [{"tokens": 1, "ms": -1}]}, r"Expected float >= 0.0, at verify\[0\].ms"),
+        ({"verify": [{"tokens": 0, "ms": 1}]}, r"Expected int >= 1, at verify\[0\].tokens"),
+        ({"padding": [4, 1]}, "must rise"),
         ({"draft": [{"speed": 1}]}, "these are no step costs"),
         ({"overhead_ms": "x"}, "these are no step costs"),
     ],
@@ -117,3 +118,18 @@ def test_beyond_what_a_small_batch_was_measured_for_costs_rise_as_in_a_large_one
     assert costs.verify_ms(16, batch_size=4) == pytest.approx(1.064, rel=0.05)  # 64 tokens in all
     rise = costs.verify_ms(64, batch_size=4) - costs.verify_ms(16, batch_size=4)
     assert rise == pytest.approx(3 * 0.4, rel=0.01)  # of 192 more
+
+
+@pytest.mark.parametrize("points", [((10, 1.0), (20, 100.0)), ((1, 0.0), (2, 0.0))])
+def test_a_step_always_costs_something(points: tuple[tuple[int, float], ...]) -> None:
+    """Pilots divide by what steps cost, also where a line through odd points falls below zero."""
+    costs = StepCosts((), tuple(CostPoint(*point) for point in points))
+    assert (costs.verify_row(8) > 0).all() and costs.step_ms(1, 1) > 0
+
+
+def test_the_largest_profile_is_read_quickly() -> None:
+    points = [{"tokens": 1 + n, "ms": 1.0, "batch_size": 1 + n, "context_length": n} for n in range(2048)]
+    stored = StepCosts.linear().to_dict()
+    assert StepCosts.from_dict(stored | {"verify": points}).verify_ms(4) > 0
+    with pytest.raises(InputError, match="Expected array of length <= 2048, at verify"):
+        StepCosts.from_dict(stored | {"verify": points * 2})

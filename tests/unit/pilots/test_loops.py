@@ -105,13 +105,13 @@ def test_machine_code_and_python_forecast_the_same() -> None:
 
     def decide() -> list[tuple[Any, ...]]:
         return [
-            (*forecast.best_size(recent, ms, count, left), *forecast.best_check(recent, ms, count, scale))
+            (*forecast.best_size(recent, ms, count, left, scale), *forecast.best_check(recent, ms, count, scale))
             for forecast, recent, ms, count, left, scale in cases
         ]
 
     compiled, plain = both_ways(decide)
     for found, expected in zip(compiled, plain, strict=True):
-        assert (found[0], *found[2:4]) == (expected[0], *expected[2:4])
+        assert (found[0], *found[3:5]) == (expected[0], *expected[3:5])
         np.testing.assert_allclose(found, expected, rtol=1e-9)
     curves = both_ways(lambda: [forecast.expected(recent) for forecast, recent, *_ in cases])
     np.testing.assert_allclose(*curves, rtol=1e-9)

@@ -102,3 +102,12 @@ def test_bad_sizes_name_the_spec_and_the_limit(kind: str, argument: str) -> None
 def test_unknown_pilots_are_refused_and_the_known_ones_listed(spec: str) -> None:
     with pytest.raises(InputError, match="known: ar, fixed:B"):
         load_pilot(spec)
+
+
+@pytest.mark.parametrize(
+    "spec", ["x" * 9999, "fixed:" + "9" * 9999, "~nobody/here", "prefill:~nobody/here", "a\0b", "\n"]
+)
+def test_names_that_are_no_pilots_are_one_short_line(spec: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_pilot(spec)
+    assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)

@@ -60,7 +60,7 @@ def test_a_sure_drafter_is_asked_for_more_than_a_poor_one() -> None:
     for share in (0.3, 0.95):
         batch = Batch(make_pilot(StepCosts.linear(draft=0.2, slope=0.01), is_chain=True))
         batch.join()
-        for _ in range(4 * REVIEW + 1):
+        for _ in range(8 * REVIEW):
             chosen[share] = batch.step([share], [16 if share > 0.9 else 1])[0][0]
     assert chosen[0.95] == 16 and chosen[0.3] < 16
 
@@ -210,7 +210,7 @@ def stand_after_a_decision(costs: StepCosts, num_steps: int) -> Batch:
 
 @pytest.mark.parametrize(
     ("costs", "num_steps"),
-    [(PADDED, 2), (StepCosts.linear(draft=0.5, slope=0.2), 4)],
+    [(PADDED, 2), (StepCosts.linear(draft=0.5, slope=0.2), 2 * REVIEW)],
     ids=["a size that is kept", "plain steps"],
 )
 def test_who_joins_takes_the_decision_that_stands_and_uses_up_nothing(costs: StepCosts, num_steps: int) -> None:
@@ -225,7 +225,7 @@ def test_who_joins_takes_the_decision_that_stands_and_uses_up_nothing(costs: Ste
 
 
 def test_who_joins_does_not_use_up_a_probe() -> None:
-    batch = stand_after_a_decision(StepCosts.linear(draft=0.5, slope=0.2), 4)
+    batch = stand_after_a_decision(StepCosts.linear(draft=0.5, slope=0.2), 2 * REVIEW)
     shared = batch.memories[0].batch
     assert shared.gate.is_closed
     while shared.gate.num_plain < shared.gate.wait:
@@ -266,10 +266,10 @@ def test_where_drafting_cannot_win_it_is_not_even_tried() -> None:
 
 
 def test_a_poor_drafter_is_left_and_probed_ever_more_rarely() -> None:
-    drafted = drive(make_pilot(StepCosts.linear(draft=0.4, slope=0.1)), [0.05] * 300)
+    drafted = drive(make_pilot(StepCosts.linear(draft=0.4, slope=0.1)), [0.05] * 600)
     gaps = np.diff(np.flatnonzero(drafted))
     waits = gaps[gaps > 1] - 1
-    assert drafted[0] and set(waits) == {FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, LAST_WAIT}
+    assert drafted[0] and set(waits) == {8, 16, 32, 64, LAST_WAIT} and FIRST_WAIT == 8
     assert (np.diff(waits) >= 0).all()
 
 
@@ -387,17 +387,20 @@ def test_rates_of_draft_sizes_are_tokens_over_milliseconds(seed: int) -> None:
     costs = StepCosts.linear(draft=0.2, slope=random.choice([0.0, 0.01, 0.1]))
     forecast = Forecast((4, 8, 16), weights=weights)
     step_ms = np.array([[costs.step_ms(size, n + 1) for n in range(64)] for size in (4, 8, 16)])
+    scale = float(random.uniform(0.3, 1.5))
     for count in (1, 2, 3):  # sizes that the drafter can do
-        expected, rates = np.minimum(forecast.expected(Recent())[:count], 30), []
+        expected, rates, means = np.minimum(1 + scale * (forecast.expected(Recent())[:count] - 1), 30), [], []
         expected = np.minimum.accumulate(expected[::-1], axis=0)[::-1]  # a larger draft shows what a smaller one does
         for curves, ms in zip(expected, step_ms, strict=False):
             counts = [int((level / ms).argmax()) for level in curves]
             tokens = sum(level[number] for level, number in zip(curves, counts, strict=True))
             rates.append(tokens / sum(ms[number] for number in counts))
+            means.append(tokens / len(curves))
         best = count - 1
         for index in range(count - 2, -1, -1):
             best = index if rates[index] > SIZE_MARGIN * rates[best] else best
-        assert forecast.best_size(Recent(), step_ms, count, 30) == (best, pytest.approx(rates[best]))
+        found = forecast.best_size(Recent(), step_ms, count, 30, scale)
+        assert found == (best, pytest.approx(rates[best]), pytest.approx(means[best]))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -149,7 +149,7 @@ def test_the_command_alone_builds_the_papers_pilot_from_shipped_traces(
     all_folders = [*folders, folders[0].parent / HELD_OUT]
     traces = [replace(trace, drafts={}) for folder in all_folders for trace in TraceSet(folder)]
     write_shard(shard_path(shipped, 0), traces, "float16")
-    write_manifest(shipped, TraceSet(all_folders[0]).manifest | {"draft_sizes": []})
+    write_manifest(shipped, TraceSet(all_folders[0]).manifest | {"draft_sizes": [], "num_traces": len(traces)})
     words = ["--sizes", "3,8", "--hidden-size", "8", "--epochs", "2"]
     assert main(["train-pilot", "--kind", "prefill", *words]) == 0
     spoken = capsys.readouterr()

@@ -220,7 +220,7 @@ def test_rows_may_be_gzipped(tmp_path: Path) -> None:
     assert read_run(folder) == plain
     for damaged in ((folder / "rows.jsonl.gz").read_bytes()[:-9], b"no gzip"):
         (folder / "rows.jsonl.gz").write_bytes(damaged)
-        with pytest.raises(InputError, match=r"rows\.jsonl\.gz cannot be read: .*; the run may not be finished"):
+        with pytest.raises(InputError, match=r"rows\.jsonl\.gz cannot be read: "):
             read_run(folder)
 
 
@@ -230,8 +230,8 @@ def test_rows_may_be_gzipped(tmp_path: Path) -> None:
         ("rows.jsonl", None, "rows.jsonl cannot be read: No such file.*may not be finished"),
         ("rows.jsonl", "", "holds no rows"),
         ("rows.jsonl", "{\n", "line 1: not valid JSON"),
-        ("rows.jsonl", json.dumps({"task": "x"}), "line 1: no field 'method'"),
-        ("manifest.json", "[]", "expected a JSON object"),
+        ("rows.jsonl", json.dumps({"task": "x"}), "line 1: Object missing required field method"),
+        ("manifest.json", "[]", "Expected object, got array"),
     ],
 )
 def test_bad_folders_are_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:

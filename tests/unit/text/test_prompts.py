@@ -3,11 +3,14 @@
 import gzip
 import json
 import lzma
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from blockpilot.core.errors import InputError
+from blockpilot.text import prompts
 from blockpilot.text.prompts import Prompt, read_prompts
 
 
@@ -23,9 +26,9 @@ def test_json_lines_plain_and_compressed(tmp_path: Path, suffix: str, open_file)
     records = [{"id": 7, "turns": ["one", "two"]}, {"prompt": "three"}, {"turns": [" "], "question": "fünf"}]
     with open_file(path, "wb") as file:
         file.write("\n".join(map(json.dumps, records)).encode())
-    prompts = read_prompts(path)
-    assert [prompt.text for prompt in prompts] == ["one", "three", "fünf"]
-    assert [prompt.id for prompt in prompts] == ["7", f"{path.name}:2", f"{path.name}:3"]
+    found = read_prompts(path)
+    assert [prompt.text for prompt in found] == ["one", "three", "fünf"]
+    assert [prompt.id for prompt in found] == ["7", f"{path.name}:2", f"{path.name}:3"]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,9 @@ def test_json_lines_plain_and_compressed(tmp_path: Path, suffix: str, open_file)
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl, line 2: not valid JSON"),
         ("a.jsonl", b'\n{"answer": "x"}\n', "a.jsonl, line 2: no prompt found; expected a text under turns, prompt"),
         ("a.jsonl", b'["x"]', "a.jsonl, line 1: no prompt found"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\\ud800"}', "a.jsonl, line 2: not valid JSON"),
+        ("a.jsonl", b'{"text": "x", "id": ["y"]}', "a.jsonl, line 1: an id is a text or a number"),
+        ("a.jsonl", b'{"text": ' + b"[" * 100_000, "a.jsonl, line 1: not valid JSON .nested too deeply"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}', mtime=0)[:-12] + b"\0" * 12, "a.jsonl.gz cannot be read"),
         ("a.txt.xz", b"not xz", "a.txt.xz cannot be read"),
@@ -68,6 +74,26 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
         read_prompts(tmp_path / "nowhere.txt")
     with pytest.raises(InputError, match="cannot be read: Is a directory"):
         read_prompts(tmp_path)
+
+
+def test_files_without_an_end_are_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(bytes(400 << 20)))
+    for path in (tmp_path / "a.jsonl.gz", Path("/dev/zero")):
+        with pytest.raises(InputError, match=r"line 1: longer than 16 MB.*; split the file into shorter lines"):
+            read_prompts(path)
+    monkeypatch.setattr(prompts, "MAX_LINES", 2)
+    (tmp_path / "b.txt").write_text("y\n\n\n")
+    with pytest.raises(InputError, match=r"b\.txt has more than 2 lines: split it into several files"):
+        read_prompts(tmp_path / "b.txt")
+
+
+def test_a_pipe_is_read_like_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_bytes, args=(b'{"text": "x", "id": null}\n{"text": "y"}\n',))
+    writer.start()
+    assert [prompt.id for prompt in read_prompts(path)] == ["a.jsonl:1", "a.jsonl:2"]
+    writer.join()
 
 
 def test_a_quarter_is_calibration() -> None:

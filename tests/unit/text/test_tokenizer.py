@@ -89,7 +89,8 @@ def test_saved_folder_loads_in_transformers_and_here(pre: str, tmp_path: Path) -
         assert theirs(text).input_ids == expected
         assert ours.encode(text) == expected
     assert (theirs.bos_token, theirs.eos_token, theirs.pad_token) == ("<|im_start|>", "<|im_end|>", "<|im_end|>")
-    assert (ours.special_ids, ours.eos_token_ids) == (tokenizer.special_ids, tokenizer.eos_token_ids)
+    # an export's generation_config.json has all ends
+    assert (ours.special_ids, ours.eos_token_ids) == (tokenizer.special_ids, tokenizer.eos_token_ids[:1])
     messages = [{"role": "user", "content": "hello 12"}]
     rendered = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert rendered == ours.apply_chat_template(messages) == tokenizer.apply_chat_template(messages)
@@ -99,6 +100,16 @@ def test_generation_config_decides_on_eos(tmp_path: Path) -> None:
     tiny().save(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
     assert Tokenizer.from_folder(tmp_path).eos_token_ids == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [("2048", 2048), ("2048.0", 2048), ("1e30", None), ("1000000000000000019884624838656", None), ("-1", None)],
+)
+def test_a_length_without_limit_is_none(length: str, expected: int | None, tmp_path: Path) -> None:
+    tiny().save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"model_max_length": {length}}}')
+    assert Tokenizer.from_folder(tmp_path).context_length == expected
 
 
 def test_broken_folders_are_refused(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from blockpilot import SamplingParams
-from blockpilot.core.errors import InputError
+from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.training.bulk_generation import BulkGenerator, Row
 from tests.tiny import make_decoder, make_llm
 
@@ -68,3 +68,13 @@ def test_samples_depend_on_the_seed() -> None:
     assert sample(1) == sample(1)
     assert sample(1) != sample(2)
     assert len({tuple(answer) for answer in sample(1)}) == 4, "rows do not share their noise"
+
+
+def test_a_target_without_finite_scores_writes_nothing() -> None:
+    decoder = make_decoder().eval().requires_grad_(False)
+    generator = BulkGenerator(decoder, num_rows=3, capacity=64, eos_token_ids=(), seed=0, refill_every=5)
+    texts = generator.run(iter(greedy_rows()))
+    next(texts)
+    decoder.norm.weight.fill_(float("nan"))
+    with pytest.raises(BlockPilotError, match="the target gives no finite scores"):
+        list(texts)

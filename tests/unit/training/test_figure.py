@@ -36,6 +36,16 @@ def test_a_run_without_evaluation_is_drawn_too(tmp_path: Path) -> None:
     assert len(draw_curve(tmp_path)) == 2
 
 
+def test_rows_that_no_run_writes_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("matplotlib")
+    write_log(tmp_path)
+    append_log(tmp_path, {"step": "x", "loss": 1.0})
+    append_log(tmp_path, {"step": 40, "evaluation": {"tau_mean": "$\\frac{"}})
+    append_log(tmp_path, {"step": 40, "evaluation": {}})
+    assert len(draw_curve(tmp_path)) == 2
+    assert len([record for record in caplog.records if "left out" in record.message]) == 2
+
+
 def test_without_matplotlib_one_line_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from blockpilot.core.errors import InputError
 from blockpilot.training.responses import Response, ResponseSet, read_responses, shard_path, write_shard
@@ -59,5 +59,53 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: bytes | None) -> None:
     path = shard_path(tmp_path, 0)
     write_shard(path, TEXTS)
     path.write_bytes(path.read_bytes()[:-4] if damage is None else damage)
-    with pytest.raises(InputError, match=r"shard-00000.safetensors is damaged: delete it"):
+    with pytest.raises(InputError, match=r"shard-00000\.safetensors is damaged: .*; delete it and run"):
+        read_responses(tmp_path)
+
+
+BAD = {
+    "lengths do not add up": {"lengths": [4, 1, 7]},
+    "its lengths do not add up": {"lengths": [-1, 6, 6]},
+    "lengths do not add": {"lengths": [2**62, 2**62, 11]},
+    "do not add up": {"prompt_lengths": [2, 1, 7]},
+    "do not": {"prompt_lengths": [-2, 1, 3]},
+    "not as many as its prompt lengths": {"prompt_lengths": [2, 1]},
+    "holds token ids that no tokenizer gives": {"token_ids": [-1] * 11},
+    "'token_ids' is no list of whole numbers": {"token_ids": [0.5] * 11},
+    "'lengths' is no list of whole numbers": {"lengths": [[4, 1, 6]]},
+    "'lengths' is missing": {"lengths": None},
+    "'magic' is left over": {"magic": [1]},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_numbers_that_no_training_text_has_are_named(tmp_path: Path, message: str) -> None:
+    path = shard_path(tmp_path, 0)
+    write_shard(path, TEXTS)
+    tensors = load_file(path)
+    for name, values in BAD[message].items():
+        tensors.pop(name, None)
+        if values is not None:
+            tensors[name] = torch.tensor(values)
+    save_file(tensors, path)
+    with pytest.raises(InputError, match=rf"shard-00000\.safetensors is damaged: .*{message}"):
+        read_responses(tmp_path)
+
+
+def test_tokens_beyond_the_vocabulary_are_named() -> None:
+    texts = ResponseSet.from_responses(TEXTS)
+    texts.require_vocabulary(10)
+    with pytest.raises(InputError, match="holds token 9, and this target knows 9 tokens: another model wrote it"):
+        texts.require_vocabulary(9)
+
+
+def test_a_folder_of_another_verb_is_named(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"anchors": "every", "draft_sizes": []}')
+    write_shard(shard_path(tmp_path, 0), TEXTS)
+    with pytest.raises(InputError, match="holds traces of `blockpilot collect`, no training text: give a folder of"):
+        read_responses(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    shard_path(tmp_path, 0).unlink()
+    shard_path(tmp_path, 0).symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="is no file: delete it"):
         read_responses(tmp_path)

@@ -149,5 +149,19 @@ def test_no_chat_template_and_bad_prompt_file(tmp_path: Path) -> None:
 
 def test_damaged_prompts_are_named(tmp_path: Path) -> None:
     (tmp_path / PROMPTS_FILE).write_text("[1")
-    with pytest.raises(InputError, match=r"prompts.json is not readable"):
+    with pytest.raises(InputError, match=r"prompts.json: Expected array"):
         synthesize(CONFIG, chat_target(), tmp_path, ignore)
+
+
+def test_what_a_refusal_advises_can_be_done(tmp_path: Path) -> None:
+    """The refused run has left its manifest; it must not stand in the way of the run that was advised."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a b c d e f g h i j k l m n o p q r s t u v w x y z\n" * 3)
+    given = {"target": "tiny", "num_written": 0, "prompt_files": (str(prompts),), "temperatures": (0.0,)}
+    short = SynthesisConfig(**given, max_length=24, max_prompt_length=12)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="raise --max-length"):
+        synthesize(short, chat_target(), tmp_path / "out", ignore)
+    long = replace(short, max_length=160, max_prompt_length=80, min_answer_length=1)
+    synthesize(long, chat_target(), tmp_path / "out", ignore)
+    with pytest.raises(InputError, match="belongs to another run"):
+        synthesize(replace(long, seed=1), chat_target(), tmp_path / "out", ignore)

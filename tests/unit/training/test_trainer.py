@@ -13,6 +13,7 @@ import torch
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.training.checkpoints import CHECKPOINT, LOG, TrainingStoppedError, read_log
 from blockpilot.training.distributed import Group
+from blockpilot.training.drafter_run import DrafterRun
 from blockpilot.training.trainer import Trainer
 from tests.unit.training.pieces import ignore, make_objective, make_trainer
 
@@ -232,3 +233,62 @@ def test_the_log_is_strict_json(tmp_path: Path) -> None:
     make_trainer(tmp_path, make_objective(min_block_size=2), steps=2).run(ignore)
     rows = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / LOG).read_text().splitlines()]
     assert {"step", "loss", "emitted", "first", "gradient_norm", "learning_rate"} <= set(rows[0])
+
+
+def diverge(trainer: Trainer) -> None:
+    """Weights that are no numbers, as after a step that was far too long."""
+    with torch.no_grad():
+        trainer.parameters[0].fill_(float("nan"))
+
+
+def test_training_that_diverges_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, checkpoint_every=4)
+    advice = "a lower --learning-rate into another --out"
+    with pytest.raises(BlockPilotError, match=rf"diverged by step 8: .* step 4 is saved in .*{advice}"):
+        trainer.run(StopAt(6, lambda: diverge(trainer)))
+    assert make_trainer(tmp_path, checkpoint_every=4).step == 4
+    assert [row["step"] for row in read_log(tmp_path)] == [2, 4]
+    straight = make_trainer(tmp_path / "straight", checkpoint_every=4)
+    straight.run(ignore)
+    resumed = make_trainer(tmp_path, checkpoint_every=4)
+    resumed.run(ignore)
+    assert_same_run(resumed, straight)
+
+
+def test_weights_that_diverged_are_not_saved_by_an_interruption(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, checkpoint_every=4)
+
+    def spoil() -> None:
+        diverge(trainer)
+        raise KeyboardInterrupt
+
+    with pytest.raises(BlockPilotError, match="diverged by step 6"):
+        trainer.run(StopAt(6, spoil))
+    assert make_trainer(tmp_path, checkpoint_every=4).step == 4
+
+
+def test_a_loss_that_is_no_number_from_the_start_saves_nothing(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    diverge(trainer)
+    with pytest.raises(BlockPilotError, match=r"diverged by step 2: .* nothing was saved"):
+        trainer.run(ignore)
+    assert not (tmp_path / CHECKPOINT).exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers": 1_000_000},
+        {"selector_rank": 10**9},
+        {"steps": 10**12},
+        {"batch_size": 10**9},
+        {"seed": 2**63},
+        {"learning_rate": float("inf")},
+        {"taps": 10**9},
+        {"intermediate_size": 2**40},
+    ],
+)
+def test_sizes_that_nobody_means_are_refused(options: dict[str, object]) -> None:
+    name = next(iter(options)).replace("_", "-")
+    with pytest.raises(InputError, match=f"--{name} must"):
+        DrafterRun(**options)  # type: ignore[arg-type]

@@ -146,10 +146,11 @@ def _rotate_rows(  # type: ignore[no-untyped-def]
 
 @per_count  # type: ignore[untyped-decorator]
 def _rotate_attend(  # type: ignore[no-untyped-def]
-    qkv, positions, cos, sin, q_weight, k_weight, keys, values, slots, starts, partial, stats, eps, part_stride, scale,
-    slot_stride, capacity, num_rows, count,
+    qkv, bias, positions, cos, sin, q_weight, k_weight, keys, values, slots, starts, partial, stats, eps, part_stride,
+    scale, slot_stride, capacity, num_rows, count,
     HEADS: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """`rotate_store` and `_attend` of one token a request, a chunk for each program: one kernel less to wait for.
     Everything that does not depend on the kernel before is loaded while that one ends."""
@@ -176,8 +177,9 @@ def _rotate_attend(  # type: ignore[no-untyped-def]
     key_tile = tl.load(keys + offsets, mask=is_old, other=0.0)
     value_tile = tl.load(values + offsets, mask=is_old, other=0.0)
     token = qkv + request.to(tl.int64) * (HEADS + 2 * KV) * DIM
-    source, is_place = token + ((head * GROUP + members) * DIM)[:, None], is_row[:, None] & is_dim[None, :]
-    new, is_one = token + ((HEADS + head + tl.arange(0, 1)) * DIM)[:, None], is_dim[None, :]
+    own_rows, new_row = (head * GROUP + members) * DIM, (HEADS + head + tl.arange(0, 1)) * DIM
+    source, is_place = token + own_rows[:, None], is_row[:, None] & is_dim[None, :]
+    new, is_one = token + new_row[:, None], is_dim[None, :]
     if IS_OVERLAPPED:
         tl.extra.cuda.gdc_wait()
     if split * CHUNK <= start:
@@ -185,7 +187,15 @@ def _rotate_attend(  # type: ignore[no-untyped-def]
         other_queries = sum_parts(source, others[None, :], part_stride, is_place, PARTS)
         key = sum_parts(new, dims[None, :], part_stride, is_one, PARTS)
         other_key = sum_parts(new, others[None, :], part_stride, is_one, PARTS)
-        value = sum_parts(new, KV * DIM + dims[None, :], part_stride, is_one, PARTS).to(keys.dtype.element_ty)
+        value = sum_parts(new, KV * DIM + dims[None, :], part_stride, is_one, PARTS)
+        if HAS_BIAS:
+            own_bias, new_bias = bias + own_rows[:, None], bias + new_row[:, None]
+            queries += tl.load(own_bias + dims[None, :], mask=is_place, other=0.0).to(tl.float32)
+            other_queries += tl.load(own_bias + others[None, :], mask=is_place, other=0.0).to(tl.float32)
+            key += tl.load(new_bias + dims[None, :], mask=is_one, other=0.0).to(tl.float32)
+            other_key += tl.load(new_bias + others[None, :], mask=is_one, other=0.0).to(tl.float32)
+            value += tl.load(new_bias + KV * DIM + dims[None, :], mask=is_one, other=0.0).to(tl.float32)
+        value = value.to(keys.dtype.element_ty)
         queries = _rotate_rows(queries, other_queries, q_own, q_other, cosines, sines, eps, DIM, PAD, HAS_NORM)
         if (split + 1) * CHUNK > start:  # the new token's own row is in this chunk
             turned = _rotate_rows(key, other_key, k_own, k_other, cosines, sines, eps, DIM, PAD, HAS_NORM)
@@ -263,10 +273,11 @@ def _attend_single(qkv: Parts, layer: AttentionLayer, inputs: PassInputs, plan: 
     splits = _num_splits(inputs, plan, capacity)
     parts = _part_buffers(out, splits)
     launch(_rotate_attend, (len(slots) * splits, num_kv), keys.device,
-        qkv.values, inputs.positions, *layer.rope, *weights, keys, layer.values, slots, inputs.starts, *parts, eps,
-        qkv.stride, dim**-0.5, keys.stride(0), capacity, len(slots) * num_heads, 1, HEADS=num_heads, KV=num_kv,
-        GROUP=num_heads // num_kv, DIM=dim, PAD=padded(dim), TILE=plan.tile, SPLITS=splits, PARTS=qkv.num_parts,
-        HAS_NORM=layer.norms is not None, num_warps=plan.num_warps, num_stages=1,
+        qkv.values, out if layer.bias is None else layer.bias, inputs.positions, *layer.rope, *weights, keys,
+        layer.values, slots, inputs.starts, *parts, eps, qkv.stride, dim**-0.5, keys.stride(0), capacity,
+        len(slots) * num_heads, 1, HEADS=num_heads, KV=num_kv, GROUP=num_heads // num_kv, DIM=dim, PAD=padded(dim),
+        TILE=plan.tile, SPLITS=splits, PARTS=qkv.num_parts,
+        HAS_NORM=layer.norms is not None, HAS_BIAS=layer.bias is not None, num_warps=plan.num_warps, num_stages=1,
     )  # fmt: skip
     _combine(parts, out, inputs, plan.unit, capacity)
     return out.view(len(slots), num_heads * dim)

@@ -52,10 +52,10 @@ def _new_rows(slots, starts, tokens, is_token, count, slot_stride, capacity, DIM
 
 @per_count  # type: ignore[untyped-decorator]
 def _rotate_store(  # type: ignore[no-untyped-def]
-    qkv, positions, cos, sin, q_weight, k_weight, slots, starts, q_out, keys, values, eps, part_stride, slot_stride,
-    capacity, num_tokens, count,
+    qkv, bias, positions, cos, sin, q_weight, k_weight, slots, starts, q_out, keys, values, eps, part_stride,
+    slot_stride, capacity, num_tokens, count,
     HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, TOKENS: tl.constexpr,
-    HAS_NORM: tl.constexpr, PARTS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     wait(IS_OVERLAPPED)
     tokens, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
@@ -66,6 +66,10 @@ def _rotate_store(  # type: ignore[no-untyped-def]
     source = qkv + ((tokens.to(tl.int64) * (HEADS + 2 * KV) + head) * DIM)[:, None] + halves[None, :]
     left = sum_parts(source, 0, part_stride, is_both, PARTS)
     right = sum_parts(source, half, part_stride, is_both, PARTS)
+    if HAS_BIAS:
+        added = bias + head * DIM + halves
+        left += tl.load(added, mask=halves < half, other=0.0).to(tl.float32)[None, :]
+        right += tl.load(added + half, mask=halves < half, other=0.0).to(tl.float32)[None, :]
     if head < HEADS + KV:
         cosines, sines = _load_angles(cos, sin, positions, tokens, is_token, halves, is_both, DIM)
         weight = q_weight if head < HEADS else k_weight
@@ -140,9 +144,11 @@ def rotate_store(qkv: Parts, layer: AttentionLayer, positions: Tensor, slots: Te
     weights, eps = head_weights(layer, q)
     tokens = plan_rows(num_tokens, num_heads + 2 * num_kv)
     launch(_rotate_store, (triton.cdiv(num_tokens, tokens), num_heads + 2 * num_kv), q.device,
-        qkv.values, positions, *layer.rope, *weights, slots, starts, q, keys, layer.values, eps,
+        qkv.values, q if layer.bias is None else layer.bias, positions, *layer.rope, *weights, slots, starts, q, keys,
+        layer.values, eps,
         qkv.stride, keys.stride(0), capacity, num_tokens, num_tokens // len(slots), HEADS=num_heads, KV=num_kv,
-        DIM=dim, PAD=padded(dim), TOKENS=tokens, HAS_NORM=layer.norms is not None, PARTS=qkv.num_parts, num_warps=1,
+        DIM=dim, PAD=padded(dim), TOKENS=tokens, HAS_NORM=layer.norms is not None, HAS_BIAS=layer.bias is not None,
+        PARTS=qkv.num_parts, num_warps=1,
     )  # fmt: skip
     return q
 

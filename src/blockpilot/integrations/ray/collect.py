@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from blockpilot.core.files import atomic_path
+from blockpilot.core.files import write_bytes
 from blockpilot.core.progress import Report
 from blockpilot.engine.llm import LLM
 from blockpilot.integrations.ray.cluster import ClusterOptions, Pool, open_cluster
@@ -35,7 +35,6 @@ def collect_on_ray(job: CollectJob, options: ClusterOptions, *, out: Path, repor
         shards = Shards(out, pool.ask("describe"), report)
         for place, content in pool.run("trace", [(index,) for index in shards.missing]):
             index = shards.missing[place]
-            with atomic_path(shard_path(out, index)) as temporary:
-                temporary.write_bytes(content)
+            write_bytes(shard_path(out, index), content)
             shards.progress.advance("traces", shards.count(index))
         return shards.finish()

@@ -12,11 +12,13 @@ from typing import Any
 
 from blockpilot.core.config import cpu_name, profile_file
 from blockpilot.core.errors import InputError
-from blockpilot.core.files import write_text
+from blockpilot.core.files import MEGABYTE, write_text
+from blockpilot.core.reading import read_json
 from blockpilot.integrations.vllm.pilot_choice import model_name
 from blockpilot.integrations.vllm.settings import logger
 from blockpilot.pilots.cost_model import StepCosts
 
+_MAX_BYTES = 16 * MEGABYTE  # of a file of costs
 # In plain steps. On the default pair this loses 1 % of the tokens per step.
 ASSUMED = StepCosts.linear(draft=0.15, slope=0.01)
 
@@ -53,10 +55,10 @@ def find_costs(key: dict[str, Any]) -> StepCosts:
     """The measured costs, or assumed ones where there are none."""
     path = costs_path(key)
     try:
-        return StepCosts.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+        if (values := read_json(path, most=_MAX_BYTES)) is not None:
+            return StepCosts.from_dict(values)
         reason = "measure them with `blockpilot profile --engine vllm`"
-    except (OSError, ValueError, AttributeError, InputError) as error:
+    except InputError as error:
         reason = f"{path} cannot be read: {error}"
     logger.warning("No step costs of this engine are known, so checking is taken to be cheap: %s.", reason)
     return ASSUMED

@@ -1,11 +1,13 @@
 """From the configured pilot and a request's override to pilots that vLLM can run: chains, no trees."""
 
-import json
+import os.path
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from blockpilot.core.errors import InputError
+from blockpilot.core.reading import read_json
 from blockpilot.pilots.base import Drafted, Pilot, Selection
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.files import load_pilot_folder
@@ -14,6 +16,8 @@ from blockpilot.pilots.registry import load_pilot
 
 BY_REQUEST = ("ar", "fixed", "chain-step", "probe")  # no paths: a request must not make the server read files
 EXPORT_MARKER = "blockpilot_export.json"
+_MAX_MARKER_BYTES = 1 << 20
+_MAX_DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class PilotChoice:
             return self.configured
         if not isinstance(override, str) or override.partition(":")[0] not in BY_REQUEST:
             raise InputError(
-                f"a request may ask for ar, fixed:B, chain-step or the server's own pilot, not for {override!r}"
+                f"a request may ask for ar, fixed:B, chain-step or the server's own pilot, not for {override!r:.80}"
             )
         if override not in self._loaded:
             self._loaded[override] = self._load(override)
@@ -48,8 +52,8 @@ class PilotChoice:
     def _load(self, spec: str) -> Pilot:
         if spec.startswith("probe:"):
             return _parse_probe(spec)
-        folder = Path(spec).expanduser()
-        if folder.is_dir():
+        folder = Path(os.path.expanduser(spec))
+        if os.path.isdir(folder):
             return load_pilot_folder(folder, self.costs, is_chain=True, name=spec)
         name = "chain-step" if spec == "auto" else spec
         pilot = load_pilot(name, target=self.target, drafter=self.drafter, costs=self.costs)
@@ -61,13 +65,16 @@ class PilotChoice:
 def model_name(path: str) -> str:
     """The name that pilots know a model by: that of the preset a folder was exported from, else the folder's own."""
     try:
-        return str(json.loads((Path(path) / EXPORT_MARKER).read_text(encoding="utf-8"))["source"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return Path(path).name
+        marker: dict[str, Any] | None = read_json(Path(path) / EXPORT_MARKER, most=_MAX_MARKER_BYTES)
+    except InputError:
+        marker = None
+    source = (marker or {}).get("source")
+    return source if isinstance(source, str) else Path(path).name
 
 
 def _parse_probe(spec: str) -> ProbePilot:
     parts = spec.split(":")[1:]
-    if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
-        raise InputError(f"pilot {spec!r}: write probe:B:N, a block size and the number of tokens to check")
+    is_size = [part.isascii() and part.isdigit() and len(part) <= _MAX_DIGITS for part in parts]
+    if len(parts) != 2 or not all(is_size) or not int(parts[0]):
+        raise InputError(f"pilot {spec!r:.80}: write probe:B:N, a block size and the number of tokens to check")
     return ProbePilot(block_size=int(parts[0]), num_kept=int(parts[1]))

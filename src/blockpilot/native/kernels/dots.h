@@ -50,6 +50,7 @@ typedef struct {
     int32_t eights[QUAD];  // -8 times the sum of codes
     int32_t lifts[QUAD];  // what sums begin at where bytes are lifted
     int32_t half_lifts[2][QUAD];
+    int32_t half_sums[2][QUAD];  // of codes
 } Quad;
 
 typedef struct {
@@ -71,6 +72,9 @@ INLINE side fma_side(side a, side b, side c) {
     return a * b + c;
 #endif
 }
+
+// 6-bit codes lie in two planes: 4 bits as nibbles do, in 256 bytes, then 2 bits in 128. Byte k of the second holds,
+// from its low bits on, those of the chunks k, k + 2, k + 4 and k + 6.
 
 #if SIDE == 16 && defined(__AVX512VNNI__)
 
@@ -97,9 +101,40 @@ INLINE void dot_bytes(iside *acc, const uint8_t *codes, const Tokens *x, const i
     }
 }
 
+INLINE __m512i open_sixes(const uint8_t *codes, int k) {
+    __m512i low = _mm512_loadu_si512(codes + 64 * (k % 4)), high = _mm512_loadu_si512(codes + 256 + 64 * (k % 2));
+    low = _mm512_and_si512(k < 4 ? low : _mm512_srli_epi16(low, 4), _mm512_set1_epi8(15));
+    high = k < 2 ? _mm512_slli_epi16(high, 4) : k < 4 ? _mm512_slli_epi16(high, 2) : k < 6 ? high : _mm512_srli_epi16(high, 2);
+    return _mm512_or_si512(low, _mm512_and_si512(high, _mm512_set1_epi8(0x30)));
+}
+
+INLINE void dot_sixes(iside *acc, const uint8_t *codes, const Tokens *x, const int from, const int to, const int T) {
+    for (int k = from; k < to; k++) {
+        __m512i opened = open_sixes(codes, k);
+        for (int t = 0; t < T; t++)
+            acc[t] = (iside)_mm512_dpbusd_epi32((__m512i)acc[t], opened, _mm512_set1_epi32(four_at(x, k, t)));
+    }
+}
+
 #elif SIDE == 8
 
+INLINE __m256i open_sixes(const uint8_t *codes, int k) {
+    __m256i low = _mm256_loadu_si256((const __m256i *)(codes + 64 * (k % 4)));
+    __m256i high = _mm256_loadu_si256((const __m256i *)(codes + 256 + 64 * (k % 2)));
+    low = _mm256_and_si256(k < 4 ? low : _mm256_srli_epi16(low, 4), _mm256_set1_epi8(15));
+    high = k < 2 ? _mm256_slli_epi16(high, 4) : k < 4 ? _mm256_slli_epi16(high, 2) : k < 6 ? high : _mm256_srli_epi16(high, 2);
+    return _mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi8(0x30)));
+}
+
 #if defined(__AVXVNNI__)
+
+INLINE void dot_sixes(iside *acc, const uint8_t *codes, const Tokens *x, const int from, const int to, const int T) {
+    for (int k = from; k < to; k++) {
+        __m256i opened = open_sixes(codes, k);
+        for (int t = 0; t < T; t++)
+            acc[t] = (iside)_mm256_dpbusd_avx_epi32((__m256i)acc[t], opened, _mm256_set1_epi32(four_at(x, k, t)));
+    }
+}
 
 INLINE void dot_nibbles(iside *acc, const uint8_t *codes, const Tokens *x, const int T) {
     const __m256i low = _mm256_set1_epi8(15);
@@ -142,6 +177,19 @@ INLINE void dot_nibbles(iside *acc, const uint8_t *codes, const Tokens *x, const
     for (int t = 0; t < T; t++) acc[t] += (iside)_mm256_madd_epi16(sums[t], ones);
 }
 
+// Two codes of up to 63 times 127 each, twice: 32,004 fits into 16 bits.
+INLINE void dot_sixes(iside *acc, const uint8_t *codes, const Tokens *x, const int from, const int to, const int T) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    for (int k = from; k < to; k += 2) {
+        __m256i first = open_sixes(codes, k), second = open_sixes(codes, k + 1);
+        for (int t = 0; t < T; t++) {
+            __m256i left = _mm256_maddubs_epi16(first, _mm256_set1_epi32(four_at(x, k, t)));
+            __m256i right = _mm256_maddubs_epi16(second, _mm256_set1_epi32(four_at(x, k + 1, t)));
+            acc[t] += (iside)_mm256_madd_epi16(_mm256_add_epi16(left, right), ones);
+        }
+    }
+}
+
 // Two codes of up to 128 times 127 each: 32,512 fits into 16 bits, once.
 INLINE void dot_bytes(iside *acc, const uint8_t *codes, const Tokens *x, const int from, const int to, const int T) {
     const __m256i ones = _mm256_set1_epi16(1);
@@ -182,6 +230,17 @@ INLINE void dot_bytes(iside *acc, const uint8_t *codes, const Tokens *x, const i
     }
 }
 
+INLINE void dot_sixes(iside *acc, const uint8_t *codes, const Tokens *x, const int from, const int to, const int T) {
+    for (int k = from; k < to; k++) {
+        uint8x16_t low = vld1q_u8(codes + 64 * (k % 4)), high = vld1q_u8(codes + 256 + 64 * (k % 2));
+        low = k < 4 ? vandq_u8(low, vdupq_n_u8(15)) : vshrq_n_u8(low, 4);
+        high = k < 2 ? vshlq_n_u8(high, 4) : k < 4 ? vshlq_n_u8(high, 2) : k < 6 ? high : vshrq_n_u8(high, 2);
+        int8x16_t opened = vreinterpretq_s8_u8(vorrq_u8(low, vandq_u8(high, vdupq_n_u8(0x30))));
+        for (int t = 0; t < T; t++)
+            acc[t] = (iside)vdotq_s32((int32x4_t)acc[t], opened, vreinterpretq_s8_s32(vdupq_n_s32(four_at(x, k, t))));
+    }
+}
+
 #else
 
 INLINE iside dot_lanes(iside acc, iside codes, const int8_t x[4]) {
@@ -205,6 +264,17 @@ INLINE void dot_bytes(iside *acc, const uint8_t *codes, const Tokens *x, const i
         iside own;
         memcpy(&own, codes + 64 * k, sizeof own);
         for (int t = 0; t < T; t++) acc[t] = dot_lanes(acc[t], own, x->quads[t / QUAD].codes[k][t % QUAD]);
+    }
+}
+
+INLINE void dot_sixes(iside *acc, const uint8_t *codes, const Tokens *x, const int from, const int to, const int T) {
+    for (int k = from; k < to; k++) {
+        iside low, high;
+        memcpy(&low, codes + 64 * (k % 4), sizeof low);
+        memcpy(&high, codes + 256 + 64 * (k % 2), sizeof high);
+        high = k < 2 ? high << 4 : k < 4 ? high << 2 : k < 6 ? high : high >> 2;
+        iside opened = ((k < 4 ? low : low >> 4) & 0x0F0F0F0F) | (high & 0x30303030);
+        for (int t = 0; t < T; t++) acc[t] = dot_lanes(acc[t], opened, x->quads[t / QUAD].codes[k][t % QUAD]);
     }
 }
 

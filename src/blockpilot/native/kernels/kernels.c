@@ -74,21 +74,26 @@ EXPORT void bp_close_space(Space *space) {
 typedef struct {
     const Weight *weight;
     const int8_t *codes;
-    const float *scales, *offsets;
+    const void *scales, *offsets;
+    const float *steps;  // of FINE kinds
     uint8_t *to;
 } Packing;
 
 static void run_packing(void *given, Thread *thread) {
     const Packing *packing = given;
     const Weight *w = packing->weight;
-    FOR_UNITS(thread, group, num_groups(w), 4)
-        pack_group(w, packing->codes, packing->scales, packing->offsets, group,
-                   packing->to + (size_t)group * (w->size / BLOCK) * w->stride);
+    FOR_UNITS(thread, group, num_groups(w), 4) {
+        uint8_t *to = packing->to + group * group_bytes(w);
+        if (w->kind < FINE_NIBBLES) pack_group(w, packing->codes, packing->scales, packing->offsets, group, to);
+        else pack_fine_group(w, packing->codes, packing->scales, packing->offsets, packing->steps, group, to);
+    }
     end_stage(thread, num_groups(w));
 }
 
-EXPORT void bp_pack(Pool *pool, const Weight *weight, const int8_t *codes, const float *scales, const float *offsets, uint8_t *to) {
-    Packing packing = {weight, codes, scales, offsets, to};
+EXPORT void bp_pack(
+    Pool *pool, const Weight *weight, const int8_t *codes, const void *scales, const void *offsets, const float *steps, uint8_t *to
+) {
+    Packing packing = {weight, codes, scales, offsets, steps, to};
     run_pool(pool, run_packing, &packing);
 }
 

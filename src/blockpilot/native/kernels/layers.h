@@ -11,6 +11,7 @@ typedef struct {
     const float *q_norm, *k_norm;  // [dim]; NULL: none
     Weight qkv[3], gate_up[2], o, down;  // checkpoints may store queries, keys and values in different forms
     int32_t num_qkv;  // parts
+    const float *qkv_bias;  // [rows of qkv]; NULL: none
     const float *router;  // [experts, hidden]; NULL: no experts
     const Weight *expert_gate_up, *expert_down;  // [experts][2], [experts]
     const float *attention_base, *mlp_base;  // of convolutions [2, conv_taps, hidden]; NULL: none
@@ -242,7 +243,11 @@ static void multiply_source(
     multiply_parts(parts, num_parts, prepare(walk, source, count, thread, source->keep != NULL), count, target, thread);
 }
 
-// Queries of the heads that share keys, and their new key and value: normed, rotated, stored.
+static void add_row(float *x, const float *added, int size) {
+    for (int i = 0; i < size; i += LANES) store16(x + i, load16(x + i) + load16(added + i));
+}
+
+// Queries of the heads that share keys, and their new key and value: biased, normed, rotated, stored.
 static void store_rows(const Walk *walk, const Layer *layer, int index, int token, int head) {
     const Model *model = walk->model;
     const Batch *batch = walk->batch;
@@ -250,15 +255,20 @@ static void store_rows(const Walk *walk, const Layer *layer, int index, int toke
     float *heads = walk->space->qkv + (size_t)token * (model->num_heads + 2 * model->num_kv) * dim;
     const float *cosines = model->cosines + (size_t)batch->positions[token] * (dim / 2);
     const float *sines = model->sines + (size_t)batch->positions[token] * (dim / 2);
+    const float *bias = layer->qkv_bias;
+    int value = (model->num_heads + model->num_kv + head) * dim;
+    if (bias) add_row(heads + value, bias + value, dim);
     for (int i = 0; i <= group; i++) {
-        float *row = heads + (i < group ? head * group + i : model->num_heads + head) * dim;
+        int place = (i < group ? head * group + i : model->num_heads + head) * dim;
+        float *row = heads + place;
         const float *norm = i < group ? layer->q_norm : layer->k_norm;
+        if (bias) add_row(row, bias + place, dim);
         if (norm) norm_row(row, norm, dim, model->eps, row);
         rotate_row(row, cosines, sines, dim);
     }
     int slot = batch->slots[token], row = batch->stored[token];
     store_key(walk->cache, index, slot, head, row, heads + (model->num_heads + head) * dim, dim);
-    store_value(walk->cache, index, slot, head, row, heads + (model->num_heads + model->num_kv + head) * dim, dim);
+    store_value(walk->cache, index, slot, head, row, heads + value, dim);
 }
 
 // Tokens of one slot, and heads that share keys.

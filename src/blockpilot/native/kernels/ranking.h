@@ -76,9 +76,11 @@ static void clear_best(Best *found, int count) {
     }
 }
 
+#define NO_TOKEN (-1)  // no score is a finite number
+
 static int32_t best_of(const Best *found, int num_threads, int count, int row) {
     float score = -INFINITY;
-    int32_t id = 0;
+    int32_t id = NO_TOKEN;
     for (int thread = 0; thread < num_threads; thread++) {
         const Best *one = found + (size_t)thread * count + row;
         for (int lane = 0; lane < LANES; lane++)
@@ -87,7 +89,7 @@ static int32_t best_of(const Best *found, int num_threads, int count, int row) {
                 id = one->ids[lane];
             }
     }
-    return id;
+    return score < INFINITY ? id : NO_TOKEN;
 }
 
 // The final norm of wanted rows, rounded for the head; with convolutions the last sublayer is added before.

@@ -102,23 +102,26 @@ def best_check(weights, draft_sizes, is_chain, average, last, expected, has_draf
 
 
 @compiled(
-    "Tuple((int64, float64))(float32[:,:,:,::1], float64[::1], boolean, float64, float64, float64, boolean, "
-    "float64[:,::1], int64, int64)"
+    "Tuple((int64, float64, float64))(float32[:,:,:,::1], float64[::1], boolean, float64, float64, float64, boolean, "
+    "float64[:,::1], int64, int64, float64)"
 )
-def best_size(weights, draft_sizes, is_chain, average, last, expected, has_drafted, step_ms, count, num_remaining):  # type: ignore[no-untyped-def]
-    """One of the first `count` draft sizes and its tokens per millisecond, over poor, common and good drafts.
+def best_size(  # type: ignore[no-untyped-def]
+    weights, draft_sizes, is_chain, average, last, expected, has_drafted, step_ms, count, num_remaining, scale
+):
+    """One of the first `count` draft sizes, its tokens per millisecond, its tokens; over poor, common and good drafts.
 
-    Each of them will be checked with the number of nodes that is best for it. None emits more than `num_remaining`.
+    Each of them will be checked with the number of nodes that is best for it. What is forecast, but for the target's
+    own token, counts `scale` times. None emits more than `num_remaining`.
     """
     curves = np.empty((count, NUM_LEVELS, step_ms.shape[1]))
     _write_curves(curves, weights, draft_sizes, is_chain, average, last, expected, has_drafted)
-    chosen, chosen_rate = count, 0.0
+    chosen, chosen_rate, chosen_tokens = count, 0.0, 0.0
     for size in range(count - 1, -1, -1):
         tokens = ms = 0.0
         for level in range(NUM_LEVELS):
             best, best_rate = 0, -1.0
             for node in range(curves.shape[2]):
-                value = min(curves[size, level, node], np.float64(num_remaining))
+                value = min(1 + scale * (curves[size, level, node] - 1), np.float64(num_remaining))
                 if size < count - 1:  # a larger draft shows what a smaller one does
                     value = min(value, curves[size + 1, level, node])
                 curves[size, level, node] = value
@@ -127,5 +130,5 @@ def best_size(weights, draft_sizes, is_chain, average, last, expected, has_draft
             tokens += curves[size, level, best]
             ms += step_ms[size, best]
         if chosen == count or tokens / ms > SIZE_MARGIN * chosen_rate:
-            chosen, chosen_rate = size, tokens / ms
-    return chosen, chosen_rate
+            chosen, chosen_rate, chosen_tokens = size, tokens / ms, tokens / NUM_LEVELS
+    return chosen, chosen_rate, chosen_tokens

@@ -6,7 +6,7 @@ from itertools import count, takewhile
 
 from matplotlib.figure import Figure
 
-from blockpilot.report.figures.style import BLUE, ORANGE, NoFigureError, finish_lines, line_looks, make_axes
+from blockpilot.report.figures.style import BLUE, ORANGE, NoFigureError, finish_lines, label, line_looks, make_axes
 from blockpilot.report.run_data import Row, Run, task_title
 
 _MAX_LINES = 8
@@ -20,7 +20,7 @@ def draw_tau_by_size(run: Run, figure: Figure) -> None:
     axes = make_axes(figure, 3.1)
     for task, look in zip(run.tasks, line_looks(), strict=False):
         values = [run.value(task, method, "tau_mean") for method in sizes.values()]
-        axes.plot(list(sizes), values, label=task_title(task), **look)
+        axes.plot(list(sizes), values, label=label(task_title(task)), **look)
     axes.set(xlabel="block size B", ylabel="τ, tokens per step")
     axes.set_ylim(bottom=1)
     finish_lines(axes, sizes)
@@ -37,10 +37,10 @@ def draw_best_sizes(run: Run, figure: Figure) -> None:
         raise NoFigureError("the rows hold nothing about single prompts")
     axes = make_axes(figure, 2.6)
     looks = {"tokens_per_second": ("most tokens/s", BLUE, "", -0.2), "tau": ("largest τ", ORANGE, "////", 0.2)}
-    for name, (label, colour, hatch, shift) in looks.items():
+    for name, (legend, colour, hatch, shift) in looks.items():
         places = [place + shift for place in range(len(sizes))]
         heights = [counts[name][size] for size in sizes]
-        bars = axes.bar(places, heights, width=0.38, label=label, color=colour, hatch=hatch, edgecolor="#333333")
+        bars = axes.bar(places, heights, width=0.38, label=legend, color=colour, hatch=hatch, edgecolor="#333333")
         axes.bar_label(bars, fontsize=7.5, padding=1)
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     axes.set(xlabel="block size B", ylabel=f"prompts of {total}")
@@ -68,7 +68,7 @@ def draw_acceptance(run: Run, figure: Figure) -> None:
     chosen = _choose_lines(list(known))
     axes = make_axes(figure, 3.1)
     for method, look in zip(chosen, line_looks(), strict=False):
-        axes.plot(range(1, len(known[method]) + 1), known[method], label=method, **look)
+        axes.plot(range(1, len(known[method]) + 1), known[method], label=label(method), **look)
     axes.set(xlabel="position in the block", ylabel="share accepted", ylim=(0, 1))
     deepest = max(len(known[method]) for method in chosen)
     finish_lines(axes, range(1, deepest + 1, 1 if deepest <= 16 else 2))

@@ -56,7 +56,7 @@ def _draw_bars(axes: Axes, run: Run, task: str, methods: list[str]) -> None:
         label.set_fontweight("bold" if speedup == best else "normal")
     axes.axvline(1, color="#444444", linewidth=0.9, linestyle="--", zorder=4)
     style.finish_bars(axes, methods)
-    axes.set_title(task_title(task))
+    axes.set_title(style.label(task_title(task)))
     axes.margins(x=0.22)
 
 
@@ -75,7 +75,7 @@ def draw_speed_by_size(run: Run, figure: Figure) -> None:
         turn, place = divmod(number, len(style.LINES))
         look = {"linestyle": style.LINES[place], "linewidth": 0.8 if turn else 1.6}
         colour = _LINE_COLOURS.get(method.partition(":")[0], style.family(method)[0])
-        axes.axhline(known[method], color=colour, label=f"{method}, {format_speed(known[method])}", **look)
+        axes.axhline(known[method], color=colour, label=f"{style.label(method)}, {format_speed(known[method])}", **look)
     choice = run.manifest.get("best_fixed")
     if choice and (speed := run.value(column, "best-fixed", "tokens_per_second")) is not None:
         # where it was chosen

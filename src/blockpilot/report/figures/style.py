@@ -3,6 +3,7 @@ hatches that survive a grey printer."""
 
 import io
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -32,6 +33,7 @@ _FAMILIES = {  # start of a method's name -> colour, hatch
     "auto": (RED, ""),
 }
 LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)), (0, (3, 3)))
+_MAX_LABEL = 40  # characters
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _COLOURS = (BLUE, RED, GREEN, ORANGE, PINK, BLACK, SKY, GREY)
 
@@ -43,6 +45,13 @@ class NoFigureError(Exception):
 def family(method: str) -> tuple[str, str]:
     """Colour and hatch of a method."""
     return next((look for start, look in _FAMILIES.items() if method.startswith(start)), (GREY, ""))
+
+
+def label(name: str) -> str:
+    """A name as matplotlib draws it: short, on one line, and not hidden because it begins with an underscore."""
+    line = " ".join(name.split())
+    shown = line if len(line) <= _MAX_LABEL else line[:_MAX_LABEL] + "..."
+    return f" {shown}" if shown.startswith("_") else shown
 
 
 def line_looks() -> Any:
@@ -68,21 +77,22 @@ def finish_lines(axes: Axes, ticks: Iterable[int]) -> None:
 
 def finish_bars(axes: Axes, methods: Sequence[str]) -> None:
     """Horizontal bars, one below the other."""
-    axes.set_yticks(range(len(methods)), methods)
+    axes.set_yticks(range(len(methods)), [label(method) for method in methods])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(methods) - 0.4, -0.6)
 
 
 def render(draw: Callable[[Run, Figure], None], run: Run, name: str) -> str:
     """The figure as an <svg> element that stands inside a page. The same figure gives the same text."""
-    with rc_context({"svg.hashsalt": name}, fname=SHEET):
+    with rc_context({"svg.hashsalt": name}, fname=SHEET), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of letters that the font lacks: they are drawn as boxes
         figure = Figure(layout="constrained")
         draw(run, figure)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)  # comments repeat the labels
     for name in ("width", "height"):  # the page decides
         text = re.sub(rf'(<svg[^>]*?) {name}="[^"]*"', r"\1", text, count=1)
-    return re.sub(r"[ \t]*\n[ \t]*", "\n", text).strip()
+    return re.sub(r"\s*\n\s*", "\n", text).strip()

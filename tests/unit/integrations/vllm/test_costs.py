@@ -25,7 +25,9 @@ def test_other_engines_do_not_find_them(model_cache):
     assert len(paths) == 4
 
 
-@pytest.mark.parametrize("text", [None, "{", '{"draft": []}', "[]"])
+@pytest.mark.parametrize(
+    "text", [None, "{", '{"draft": []}', "[]", "[" * 100_000, '{"key": NaN}', '{"draft": 1, "verify": 1}']
+)
 def test_without_costs_some_are_assumed_and_that_is_said(model_cache, caplog, text):
     path = costs_path(make_key())
     if text is not None:

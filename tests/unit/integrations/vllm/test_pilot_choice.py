@@ -62,8 +62,10 @@ def test_requests_may_ask_for_pilots_that_need_no_file(tmp_path):
     for override in (str(tmp_path), f"prefill:{tmp_path}", "tree:7", "", 4, ["ar"]):
         with pytest.raises(InputError, match="a request may ask for"):
             choice(override)
-    with pytest.raises(InputError, match="whole number"):
-        choice("fixed:x")
+    for override in ("fixed:x", "fixed:" + "0" * 9 + "4", "fixed:" + "9" * 5000):
+        with pytest.raises(InputError, match="whole number") as caught:
+            choice(override)
+        assert len(str(caught.value)) < 300
 
 
 def test_the_servers_own_pilot_may_be_named_even_where_it_is_a_folder(tmp_path):
@@ -90,3 +92,15 @@ def test_an_exported_folder_is_known_by_its_source(tmp_path):
     assert model_name(str(tmp_path / "some-model")) == "some-model"
     (tmp_path / "blockpilot_export.json").write_text(json.dumps({"source": "smollm2-135m"}))
     assert model_name(str(tmp_path)) == "smollm2-135m"
+
+
+@pytest.mark.parametrize("spec", ["probe:0:0", "probe:" + "9" * 5000 + ":1", "probe:8", "probe:x:1"])
+def test_a_probe_of_no_block_is_refused(spec):
+    with pytest.raises(InputError, match="write probe:B:N"):
+        make_choice("ar")(spec)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"source": 1}', b"[" * 100_000, b"\xff"])
+def test_a_damaged_marker_leaves_the_folders_name(tmp_path, content):
+    (tmp_path / "blockpilot_export.json").write_bytes(content)
+    assert model_name(str(tmp_path)) == tmp_path.name

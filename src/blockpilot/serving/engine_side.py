@@ -52,7 +52,7 @@ class EngineSide:
             self._wire.close()
 
     def drain(self, seconds: float) -> None:
-        """Have answers in flight finished, at most so long, then end. Also from a signal handler."""
+        """Have answers in flight finished, at most so long, then end."""
         self._wire.send(Drain(seconds))
 
     def _take_in(self) -> bool:

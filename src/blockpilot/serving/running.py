@@ -65,22 +65,35 @@ def _web_side(link: socket.socket, listener: socket.socket) -> Iterator[subproce
 
 @contextmanager
 def _draining(side: EngineSide, seconds: float, announce: Callable[[str], None]) -> Iterator[None]:
-    """The first signal lets answers be finished, the second does not."""
+    """The first signal lets answers be finished, the second does not.
+
+    A thread hears them: Python runs handlers in the main thread alone, which may be about to wait for a request when
+    the signal comes, and would not look before the next one.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    num_signals = 0
+    heard, told = socket.socketpair()
+    told.setblocking(False)
 
-    def end(number: int, frame: object) -> None:
-        nonlocal num_signals
-        num_signals += 1
-        side.drain(seconds if num_signals == 1 else 0.0)
-        if num_signals == 1 and side.is_busy:
-            announce(f"finishing answers, at most {seconds:g} s; once more ends them now")
+    def listen() -> None:
+        if heard.recv(1):
+            side.drain(seconds)
+            if side.is_busy:
+                announce(f"finishing answers, at most {seconds:g} s; once more ends them now")
+        while heard.recv(1):
+            side.drain(0.0)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    listener = threading.Thread(target=listen, name="signals", daemon=True)
+    before_fd = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    listener.start()
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(before_fd)
+        told.close()
+        listener.join()
+        heard.close()

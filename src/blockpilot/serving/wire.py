@@ -129,7 +129,7 @@ class EngineEnd:
         self._writer.start()
 
     def send(self, message: FromEngine) -> None:
-        """It never waits; also from a signal handler."""
+        """It never waits."""
         self._outgoing.put(pack(message))
 
     def messages(self) -> Iterator[FromWeb]:

@@ -44,16 +44,20 @@ from blockpilot.core.errors import InputError
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import DraftRequest
+from blockpilot.decoding.probe import ProbeSizes, probe
 from blockpilot.engine.sequence import Sequence
 from blockpilot.engine.speculative_step import NO_CHOICES, DecodeLoop
 from blockpilot.gpu.buckets import MAX_DRAFT_ROWS
 from blockpilot.gpu.dflash import GpuDFlashDrafter
+from blockpilot.gpu.first_difference import find_difference
 from blockpilot.gpu.step import DeviceExecutor
 from blockpilot.gpu.target import GpuTargetRunner
 from blockpilot.models.config import DecoderConfig
 from blockpilot.models.decoder import Decoder
 from blockpilot.models.dflash import DFlash
 from blockpilot.pilots.registry import load_pilot
+
+PROBED_SLOTS = 16
 
 
 class Rates(NamedTuple):
@@ -73,6 +77,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--steps", default="fixed:16,tree:63", help="pilots whose whole steps are timed")
     parser.add_argument("--prompts", default="", help="lengths of prompts whose reading is timed, one request")
+    parser.add_argument("--probe", action="store_true", help="compare logits bit for bit, as `blockpilot probe` does")
     parser.add_argument("--peers", default="", help="of eager,compiled: transformers on the same shape")
     parser.add_argument("--out", type=Path, help="append rows to this file")
     arguments = parser.parse_args()
@@ -179,6 +184,10 @@ def measure(shape: str, arguments: argparse.Namespace, dtype: torch.dtype, rates
         row = time_prompt(decoder, drafter_model, length, dtype, arguments.repeats)
         share = flops(decoder, length) / (row["ms"] / 1e3) / rates.matrix
         yield {"work": "prompt", "batch": 1, "context": 0, "tokens": length, **row, "matrix_share": round(share, 4)}
+    if arguments.probe:
+        gc.collect()
+        torch.cuda.empty_cache()
+        yield {"work": "probe", "batch": PROBED_SLOTS, **probe_shape(decoder, drafter_model, dtype)}
     del drafter_model
     for peer in filter(None, arguments.peers.split(",")):
         yield from time_peer(peer, config, decoder, tokens, rates.copy, arguments.repeats)
@@ -233,6 +242,11 @@ def time_prompt(decoder: Decoder, model: DFlash, length: int, dtype: torch.dtype
         runner.prefill([(slot, ids)], ())
 
     return time_both(read, repeats)
+
+
+def probe_shape(decoder: Decoder, model: DFlash, dtype: torch.dtype) -> dict[str, Any]:
+    runner, _ = make_engine(decoder, model, PROBED_SLOTS, ProbeSizes().text, dtype)
+    return probe(runner, find_difference).to_dict()
 
 
 class Silent:

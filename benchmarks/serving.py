@@ -12,6 +12,8 @@ turns       The second turn of a chat with a history of `--history` tokens: time
             beginning).
 neighbours  Tokens per second of three plain greedy requests beside a fourth one that asks for more: a JSON schema,
             penalties, a bias, min_p, log-probabilities; `ratio` is over three beside a fourth plain one.
+clients     As many clients as there are slots, each sending its next request when it has its answer, against
+            `LLM.generate` with the same prompts, in turns: `ratio` is the server's tokens per second over the engine's.
 load        `blockpilot load-test` at rates from idle to saturation, pilot by pilot: goodput is requests per second that
             keep both limits.
 
@@ -30,6 +32,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +52,7 @@ from blockpilot.loadtest.prompts import Prompt, read_sources
 from blockpilot.loadtest.session import LoadTest
 from blockpilot.loadtest.statistics import summarize
 
-PARTS = ("engine", "turns", "neighbours", "load")
+PARTS = ("engine", "turns", "neighbours", "clients", "load")
 SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 500}
 SPECIAL: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -71,7 +74,7 @@ def main() -> int:
     random.Random(arguments.seed).shuffle(prompts)
     manifest = describe_run(arguments)
     result: dict[str, Any] = {"manifest": manifest}
-    with ServerSite(["--target", arguments.target], arguments.slots) as server:
+    with ServerSite(model_options(arguments), arguments.slots) as server:
         manifest["server"] = {key: value for key, value in server.facts.items() if key != "chat_template"}
         for part in arguments.parts:
             say(f"{part}: measuring")
@@ -81,6 +84,8 @@ def main() -> int:
                 result[part] = [measure_turns(server, prompts, arguments)]
             elif part == "neighbours":
                 result[part] = list(measure_neighbours(server, prompts, arguments))
+            elif part == "clients":
+                result[part] = list(measure_clients(server, arguments))
             else:
                 result[part] = list(measure_loads(server, arguments))
             if not arguments.json:
@@ -97,7 +102,7 @@ def main() -> int:
 
 def measure_engine(server: ServerSite, prompts: Sequence[str], arguments: argparse.Namespace) -> Iterator[Row]:
     """Pairs of replies to the same prompt; who begins changes from prompt to prompt."""
-    with EngineSite(arguments.target, arguments.slots) as engine:
+    with EngineSite(model_options(arguments), arguments.slots) as engine:
         for pilot in PILOTS:
             pairs: list[tuple[Reply, Reply]] = []
             for place in range(arguments.num_prompts + 1):
@@ -211,6 +216,43 @@ async def time_neighbours(
     return sum(reply.rate for reply in replies)
 
 
+def measure_clients(server: ServerSite, arguments: argparse.Namespace) -> Iterator[Row]:
+    asked: list[Prompt] = read_sources(arguments.prompts)
+    with EngineSite(model_options(arguments), arguments.slots) as engine:
+        for pilot in PILOTS:
+            pairs: list[tuple[float, float]] = []
+            for number in range(arguments.repeats + 1):
+                drawn = random.Random(number).choices(asked, k=arguments.num_requests)
+                texts = [str(prompt.messages[0]["content"]) for prompt in drawn]
+                sides = [partial(serve_clients, server, drawn), partial(engine.ask_together, texts)]
+                order = (0, 1) if number % 2 else (1, 0)
+                rates = {side: sides[side](arguments.max_new_tokens, pilot) for side in order}
+                if number:  # the first pair warms up
+                    pairs.append((rates[0], rates[1]))
+            ratios = [over_http / bare for over_http, bare in pairs]
+            yield {
+                "pilot": pilot,
+                "clients": arguments.slots,
+                "server_tokens_per_second": statistics.median(one for one, _ in pairs),
+                "engine_tokens_per_second": statistics.median(other for _, other in pairs),
+                "ratio": statistics.median(ratios),
+                "ratio_interval": interval(ratios),
+                "num_rounds": len(pairs),
+            }
+
+
+def serve_clients(server: ServerSite, prompts: list[Prompt], max_tokens: int, pilot: str) -> float:
+    """Tokens per second of all answers."""
+    config = replace(server.config, max_tokens=max_tokens, extra_body={"blockpilot": {"pilot": pilot}})
+    load = Load(concurrency=server.num_slots)
+    test = LoadTest(config, [(load, len(prompts))], prompts, num_warmups=1)
+    test.run(lambda what, done, total: None, lambda line: None, lambda: None)
+    row = summarize(test.runs[0], Limits())
+    if row["num_failed"]:
+        raise BlockPilotError(f"requests failed: {row['failures']}")
+    return float(row["output_tokens_per_second"])
+
+
 def measure_loads(server: ServerSite, arguments: argparse.Namespace) -> Iterator[Row]:
     """All pilots at a rate before the next rate, in an order shuffled anew."""
     limits = Limits(arguments.ttft_limit, arguments.tpot_limit)
@@ -229,6 +271,10 @@ def measure_loads(server: ServerSite, arguments: argparse.Namespace) -> Iterator
             row = summarize(test.runs[0], limits)
             say(f"load: rate {rate:g}, {pilot}: goodput {row['goodput']:.2f}")
             yield {"pilot": pilot, **row}
+
+
+def model_options(arguments: argparse.Namespace) -> list[str]:
+    return ["--target", arguments.target, "--device", arguments.device]
 
 
 def interval(values: Sequence[float]) -> list[float] | None:
@@ -281,14 +327,23 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What serving costs, and what it gains, on this machine.")
     parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,...", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--target", default="smollm2-135m", metavar="MODEL")
+    parser.add_argument("--device", default="cpu", metavar="DEVICE")
     parser.add_argument("--prompts", default="gsm8k,humaneval,mt_bench", metavar="NAME,...")
     parser.add_argument("--slots", type=int, default=8, metavar="N")
     parser.add_argument("--num-prompts", type=int, default=24, metavar="N", help="of part engine (default: 24)")
-    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="of turns and neighbours (default: 9)")
+    parser.add_argument(
+        "--repeats", type=int, default=9, metavar="N", help="of turns, neighbours and clients (default: 9)"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--history", type=int, default=1000, metavar="N", help="tokens of a first turn (default: 1000)")
     parser.add_argument("--rates", default="0.5,1,2,4,8", metavar="R,...", help="requests per second of part load")
-    parser.add_argument("--num-requests", type=int, default=64, metavar="N", help="of each load (default: 64)")
+    parser.add_argument(
+        "--num-requests",
+        type=int,
+        default=64,
+        metavar="N",
+        help="of each load, and of each round of clients (default: 64)",
+    )
     parser.add_argument("--ttft-limit", type=float, default=1000.0, metavar="MS")
     parser.add_argument("--tpot-limit", type=float, default=20.0, metavar="MS")
     parser.add_argument("--seed", type=int, default=0, metavar="N")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -50,11 +50,12 @@ class Reply:
 class ServerSite:
     """`blockpilot serve`, and one client of it."""
 
-    def __init__(self, words: list[str], num_slots: int) -> None:
-        self.port = find_port()
+    def __init__(self, model: Sequence[str], num_slots: int) -> None:
+        """`model` are options that say what runs where."""
+        self.port, self.num_slots = find_port(), num_slots
         config = CallConfig(url=f"http://127.0.0.1:{self.port}", ignores_eos=True)
         command = [sys.executable, "-m", "blockpilot", "serve", "--port", str(self.port), "--slots", str(num_slots)]
-        self._process = subprocess.Popen([*command, *words], stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen([*command, *model], stderr=subprocess.DEVNULL)
         self._wait(config.url)
         model = json.loads(get(f"{config.url}/v1/models"))["data"][0]["id"]
         self.config = replace(config, model=model)
@@ -108,10 +109,10 @@ class ServerSite:
 
 
 class EngineSite:
-    """`LLM.stream` in a process that serves nobody else."""
+    """`LLM.stream` and `LLM.generate` in a process that serves nobody else."""
 
-    def __init__(self, target: str, num_slots: int) -> None:
-        command = [sys.executable, __file__, "--target", target, "--slots", str(num_slots)]
+    def __init__(self, model: Sequence[str], num_slots: int) -> None:
+        command = [sys.executable, __file__, *model, "--slots", str(num_slots)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._read()  # it is ready
 
@@ -124,10 +125,18 @@ class EngineSite:
         self._process.wait(60)
 
     def ask(self, text: str, max_tokens: int, pilot: str) -> Reply:
+        return Reply(**self._send([text], max_tokens, pilot))
+
+    def ask_together(self, texts: Sequence[str], max_tokens: int, pilot: str) -> float:
+        """Tokens per second of all answers, as many at once as there are slots."""
+        found = self._send(list(texts), max_tokens, pilot)
+        return float(found["num_tokens"] / found["times"][-1])
+
+    def _send(self, texts: list[str], max_tokens: int, pilot: str) -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([text, max_tokens, pilot]) + "\n")
+        self._process.stdin.write(json.dumps([texts, max_tokens, pilot]) + "\n")
         self._process.stdin.flush()
-        return Reply(**self._read())
+        return self._read()
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -156,28 +165,33 @@ def find_port() -> int:
         return int(found.getsockname()[1])
 
 
-def be_engine(target: str, num_slots: int) -> None:
+def be_engine(target: str, device: str, num_slots: int) -> None:
     from blockpilot import LLM, EngineConfig, SamplingParams
 
-    llm = LLM(target, config=EngineConfig(num_slots=num_slots, reuses_prefixes=True))
+    llm = LLM(target, config=EngineConfig(device=device, num_slots=num_slots, reuses_prefixes=True))
     for pilot in ("ar", "auto"):
         llm.generate("Hello.", SamplingParams(max_new_tokens=8), pilot=pilot)
     print("{}", flush=True)
     for line in sys.stdin:
-        text, max_tokens, pilot = json.loads(line)
+        texts, max_tokens, pilot = json.loads(line)
         params = SamplingParams(max_new_tokens=max_tokens, ignore_eos=True)
         times, num_tokens, started = [], 0, time.perf_counter()
-        for update in llm.stream(text, params, pilot=pilot):
-            if update.new_text:
-                times.append(time.perf_counter() - started)
-            if update.completion is not None:
-                num_tokens = update.completion.num_tokens
+        if len(texts) > 1:
+            num_tokens = sum(answer.num_tokens for answer in llm.generate(texts, params, pilot=pilot))
+            times.append(time.perf_counter() - started)
+        else:
+            for update in llm.stream(texts[0], params, pilot=pilot):
+                if update.new_text:
+                    times.append(time.perf_counter() - started)
+                if update.completion is not None:
+                    num_tokens = update.completion.num_tokens
         print(json.dumps({"times": times, "num_tokens": num_tokens}), flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", required=True)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--slots", type=int, required=True)
     given = parser.parse_args()
-    be_engine(given.target, given.slots)
+    be_engine(given.target, given.device, given.slots)

@@ -36,7 +36,14 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     target, out = tmp_path / "target", tmp_path / "out" / "serving.json"
     save_target(target)
     (tmp_path / "prompts.txt").write_text("what is it\nwho was that\nwhy\nwhen\n")
-    words = ["--target", str(target), "--prompts", str(tmp_path / "prompts.txt"), "--parts", "engine,turns,load"]
+    words = [
+        "--target",
+        str(target),
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--parts",
+        "engine,turns,clients,load",
+    ]
     words += ["--num-prompts", "3", "--repeats", "3", "--max-new-tokens", "8", "--history", "30", "--slots", "2"]
     words += ["--rates", "50", "--num-requests", "4", "--json", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["serving.py", *words])
@@ -46,4 +53,5 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert [row["pilot"] for row in result["engine"]] == ["ar", "auto"]
     assert all(row["num_prompts"] == 3 and row["overhead_interval"] for row in result["engine"])
     assert result["turns"][0]["num_chats"] == 3 and result["turns"][0]["ratio"] > 0
+    assert [row["num_rounds"] for row in result["clients"]] == [3, 3] and result["clients"][0]["ratio"] > 0
     assert result["load"][0]["num_ok"] == 4 and result["manifest"]["versions"]["blockpilot"]

@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(group, "--max-queue", 256, "requests that may wait for a slot; more are told to try again")
     add_option(group, "--max-seconds", 600.0, "of one call", metavar="S")
     add_option(group, "--drain-seconds", 60.0, "for answers in flight when the server is told to end", metavar="S")
+    interval_help = "milliseconds between two pieces of a stream, which hold all steps since the last; 0: one per step"
+    add_option(group, "--stream-interval", 20.0, interval_help, metavar="MS")
     origin_help = "let browsers call from pages of this origin; repeatable (default: from none)"
     group.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN", help=origin_help)
 
@@ -39,8 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         raise InputError(f"serve needs the package {missing[0]}: pip install 'blockpilot[serve]'")
-    require_at_least(arguments, slots=1, max_queue=0, port=0, max_seconds=1, drain_seconds=0)
+    require_at_least(arguments, slots=1, max_queue=0, port=0, max_seconds=1, drain_seconds=0, stream_interval=0)
     require_at_most(arguments, slots=1024, max_queue=2**16, port=65535, max_seconds=86400, drain_seconds=86400)
+    require_at_most(arguments, stream_interval=10000)
     engine_config = read_engine_config(
         arguments, num_slots=arguments.slots, context_length=arguments.context_length, reuses_prefixes=True
     )
@@ -54,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_queue=arguments.max_queue,
         max_seconds=arguments.max_seconds,
         drain_seconds=arguments.drain_seconds,
+        stream_interval=arguments.stream_interval / 1e3,
         is_local=is_local,
         origins=tuple(arguments.allow_origin),
     )

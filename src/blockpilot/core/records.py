@@ -83,3 +83,16 @@ class Update(NamedTuple):
     completion: Completion | None  # set when the request has finished
     steps: Sequence[StepRecord] = ()  # that have landed since the last update
     scores: Sequence[TokenScore] = ()  # of the tokens that have come since then, where they are asked for
+
+
+def join_updates(updates: Sequence[Update]) -> Update:
+    """Of one request, in their order."""
+    if len(updates) == 1:
+        return updates[0]
+    return Update(
+        updates[-1].request_id,
+        "".join(update.new_text for update in updates),
+        updates[-1].completion,
+        [step for update in updates for step in update.steps],
+        [score for update in updates for score in update.scores],
+    )

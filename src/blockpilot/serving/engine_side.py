@@ -1,7 +1,7 @@
 """The engine's side of the server: one thread takes steps, another makes requests of what the web side asks for.
 
-The web side is a process of its own. It never delays a step: requests come in ready, and updates go out in one message
-per step, which a thread writes.
+The web side is a process of its own. It never delays a step: requests come in ready, and updates of a few steps go out
+in one message, which a thread writes.
 """
 
 import logging
@@ -13,6 +13,7 @@ from blockpilot.core.errors import InputError, describe_failure
 from blockpilot.core.records import Update
 from blockpilot.engine.llm import LLM
 from blockpilot.engine.sequence import Sequence
+from blockpilot.serving.outgoing import Outgoing
 from blockpilot.serving.settings import Facts, ServeConfig, TokenizerParts
 from blockpilot.serving.wire import Ask, Drain, Dropped, EngineEnd, Hello, Leave, Load, News, Refused, Taken
 
@@ -25,6 +26,7 @@ class EngineSide:
     ) -> None:
         self.llm, self.engine, self.config, self._when_ready = llm, llm.engine, config, when_ready
         self._wire = EngineEnd(link)
+        self._outgoing = Outgoing(config.stream_interval)
         self._inbox: list[Sequence | int] = []  # requests to add, and numbers of those that leave
         self._wake = threading.Condition()
         self._is_over = False  # the web side is gone
@@ -69,8 +71,7 @@ class EngineSide:
             elif (completion := self.engine.abort(one)) is not None:
                 self._inside.discard(one)
                 gone.append(Update(one, "", completion))
-        if gone:
-            self._wire.send(News(gone, self._load()))
+        self._report(gone)
         return not self._is_over
 
     def _step(self) -> None:
@@ -80,12 +81,21 @@ class EngineSide:
             logger.exception("a pass failed")
             updates, failure = self.engine.take_updates(), describe_failure("a pass failed", error)
         self._inside.difference_update(update.request_id for update in updates if update.completion is not None)
-        if updates:
-            self._wire.send(News(updates, self._load()))
+        self._report(updates)
         if failure is not None:
+            self._send_news(self._outgoing.flush())
             dropped = self._inside - {sequence.request_id for sequence in self.engine.scheduler.everyone}
             self._inside -= dropped
+            self._outgoing.forget(dropped)
             self._wire.send(Dropped(sorted(dropped), failure))
+
+    def _report(self, updates: list[Update]) -> None:
+        if updates:
+            self._send_news(self._outgoing.pass_on(updates))
+
+    def _send_news(self, updates: list[Update]) -> None:
+        if updates:
+            self._wire.send(News(updates, self._load()))
 
     def _load(self) -> Load:
         scheduler, capacity = self.engine.scheduler, self.llm.config.num_slots * self.engine.context_length

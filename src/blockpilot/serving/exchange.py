@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from blockpilot.core.records import Completion, Update
+from blockpilot.core.records import Completion, Update, join_updates
 from blockpilot.serving.errors import ApiError, from_input_error_text
 from blockpilot.serving.wire import (
     HEAD,
@@ -65,7 +65,7 @@ class Call:
                 await self._wait()
             pending, self._pending = self._pending, {}
             for index, found in pending.items():
-                update = join(found)
+                update = join_updates(found)
                 num_open -= update.completion is not None
                 if update.completion is not None and update.completion.error:
                     raise ApiError(500, update.completion.error)
@@ -97,19 +97,6 @@ class Call:
                 await self._changed.wait()
         except TimeoutError as error:
             raise ApiError(408, f"no answer within {self.max_seconds:g} s", code="timeout") from error
-
-
-def join(updates: Sequence[Update]) -> Update:
-    """Of one request, in their order."""
-    if len(updates) == 1:
-        return updates[0]
-    return Update(
-        updates[-1].request_id,
-        "".join(update.new_text for update in updates),
-        updates[-1].completion,
-        [step for update in updates for step in update.steps],
-        [score for update in updates for score in update.scores],
-    )
 
 
 class Exchange:

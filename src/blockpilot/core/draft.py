@@ -9,9 +9,9 @@ On the host a draft is one request's, in numpy arrays, so that pilots, replay an
 a device it is that of R requests, in tensors with a leading axis R.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +71,17 @@ class Draft(Generic[Array]):
 
 
 HostDraft = Draft[NDArray[Any]]
+NO_DRAFT: HostDraft = Draft(np.zeros((0, 1), np.int64), np.zeros((0, 1), np.float32))
+MAX_MATCH = 16  # tokens that a copy's match is measured by
+
+
+class Copy(NamedTuple):
+    """What followed the last time the same words stood in a request's text: candidates behind its anchor."""
+
+    token_ids: Sequence[int]
+    num_matched: int  # tokens, the anchor the last of them, that are the same there; at most `MAX_MATCH`
+    num_right: float  # tokens of copies that came true in this request, of late
+    num_seen: float  # and those that were compared: the right ones, and the first wrong one of each copy
 
 
 def node_probabilities(draft: HostDraft, tree: DraftTree) -> list[float | None]:

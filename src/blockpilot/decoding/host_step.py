@@ -16,7 +16,7 @@ import torch
 
 from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.device import on_one_thread
-from blockpilot.core.draft import HostDraft, node_probabilities
+from blockpilot.core.draft import NO_DRAFT, HostDraft, node_probabilities
 from blockpilot.core.errors import InputError, describe_failure
 from blockpilot.core.records import StepTree, TokenScore
 from blockpilot.core.tree import DraftTree
@@ -96,18 +96,17 @@ class HostExecutor:
 def _select(
     requests: Sequence[StepRequest], drafts: Sequence[HostDraft | None]
 ) -> tuple[list[Selection], dict[int, str]]:
-    """What pilots select; of requests that have not drafted, or whose pilot fails, the anchor alone."""
+    """What pilots select; of requests that have nothing to check, or whose pilot fails, the anchor alone."""
     failures: dict[int, str] = {}
     found = [Selection(DraftTree.chain(request.anchor_id, [])) for request in requests]
     groups: dict[int, list[int]] = {}  # places of requests by their pilot
     for place, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
-        if draft is not None:
+        if draft is not None or request.choice.is_copied:
             groups.setdefault(id(request.pilot), []).append(place)
     for places in groups.values():
         drafted = [
-            Drafted(one.memory, one.inputs, one.choice, draft, one.anchor_id)
+            Drafted(one.memory, one.inputs, one.choice, draft or NO_DRAFT, one.anchor_id)
             for one, draft in ((requests[place], drafts[place]) for place in places)
-            if draft is not None
         ]
         pilot = requests[places[0]].pilot
         try:

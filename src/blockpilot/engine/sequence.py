@@ -4,12 +4,15 @@ from collections.abc import Sequence as Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from blockpilot.core.draft import Copy
 from blockpilot.core.errors import describe_failure
 from blockpilot.core.records import Completion, StepRecord, TokenScore
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.decoding.adjusting import Adjustment
 from blockpilot.decoding.guiding import GuideState
+from blockpilot.decoding.lookup import Lookup
 from blockpilot.pilots.base import Pilot, PilotInputs
+from blockpilot.pilots.copies import MAX_COPIED
 from blockpilot.text.detokenizer import IncrementalDetokenizer, StopMatcher
 
 
@@ -46,6 +49,7 @@ class Sequence:
         self._end_ids = frozenset(self.params.stop_token_ids)
         if not self.params.ignore_eos:
             self._end_ids |= self.eos_token_ids
+        self._lookup: Lookup | None = None
         self._num_written = 0  # tokens whose text is known
         self._is_closed = False  # whether all text is
         self._max_output = min(self.params.max_new_tokens, self.max_total - len(self.prompt_ids))
@@ -76,6 +80,7 @@ class Sequence:
         self, batch_size: int, max_block_size: int, trained_block_size: int, buckets: tuple[int, ...]
     ) -> PilotInputs:
         num_output = len(self.output_ids)
+        copy = self._find_copy() if self.reads_copies(buckets) else None
         return PilotInputs(  # in their order: naming them takes as long as the rest of this
             len(self.steps),
             len(self.prompt_ids) + num_output - 1,
@@ -85,7 +90,19 @@ class Sequence:
             trained_block_size,
             self.params.temperature,
             buckets,
+            copy,
         )
+
+    def reads_copies(self, buckets: tuple[int, ...]) -> bool:
+        """A device grows its trees before the host knows the text that a copy follows."""
+        return self.pilot.reads_copies and not buckets
+
+    def _find_copy(self) -> Copy | None:
+        """What may follow the anchor, by the text before it."""
+        if self._lookup is None:
+            self._lookup = Lookup(self.prompt_ids)
+        self._lookup.push(self.output_ids[len(self._lookup) - len(self.prompt_ids) : -1])
+        return self._lookup.find(self.anchor_id, min(self.num_remaining - 1, MAX_COPIED))
 
     def take(self, token_ids: Collection[int]) -> int:
         """Append tokens up to the one that ends the answer; returns how many were taken.

@@ -19,6 +19,7 @@ from typing import Any
 from blockpilot.core.errors import describe_failure
 from blockpilot.core.records import StepRecord
 from blockpilot.decoding.drafter import Drafter
+from blockpilot.decoding.ngram import NgramDrafter
 from blockpilot.decoding.sampling import NO_TOKEN
 from blockpilot.decoding.step import Landed, Report, StepExecutor, StepRequest
 from blockpilot.engine.sequence import Sequence
@@ -154,7 +155,13 @@ class DecodeLoop:
     def _inputs(self, sequences: Collection[Sequence]) -> list[PilotInputs]:
         drafter = self.drafter
         largest, trained = (drafter.max_block_size, drafter.block_size) if drafter else (1, 1)
-        return [sequence.pilot_inputs(len(sequences), largest, trained, self.buckets) for sequence in sequences]
+        inputs = [sequence.pilot_inputs(len(sequences), largest, trained, self.buckets) for sequence in sequences]
+        if isinstance(drafter, NgramDrafter):  # it would draft the copies again that a pilot has read
+            inputs = [
+                given._replace(max_block_size=1) if one.reads_copies(self.buckets) else given
+                for one, given in zip(sequences, inputs, strict=True)
+            ]
+        return inputs
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blockpilot.core.config import MAX_TREE_NODES
-from blockpilot.core.draft import HostDraft
+from blockpilot.core.draft import Copy, HostDraft
 from blockpilot.core.tree import DraftTree
 from blockpilot.pilots.calibration import Calibrations
 
@@ -46,6 +46,7 @@ class PilotInputs(NamedTuple):
     trained_block_size: int
     temperature: float
     buckets: tuple[int, ...] = ()  # sizes that all checks of a batch are padded to together; none: as they are
+    copy: Copy | None = None  # out of the request's own text, for pilots that read copies
 
 
 class Choice(NamedTuple):
@@ -55,6 +56,7 @@ class Choice(NamedTuple):
     num_nodes: int | None = None  # the likeliest ones are checked; None: `select` must see the draft
     is_chain: bool = False  # only the best child of each
     calibrations: Calibrations | None = None  # of the drafter's scores; None: they are taken at their word
+    is_copied: bool = False  # nothing is drafted, and `select` picks its nodes out of the request's own text
 
     @property
     def is_whole_chain(self) -> bool:
@@ -90,7 +92,7 @@ class Drafted(NamedTuple):
     memory: Any
     inputs: PilotInputs
     choice: Choice
-    draft: HostDraft
+    draft: HostDraft  # empty where nothing was drafted
     anchor_id: int
 
 
@@ -107,6 +109,7 @@ class Outcome(NamedTuple):
 
 class Pilot(ABC):
     reads_prefill = False  # whether `start` wants the prefill's state; others get None
+    reads_copies = False  # whether `PilotInputs.copy` is looked for
 
     @property
     @abstractmethod

@@ -268,10 +268,14 @@ class StepTable:
 
     costs: StepCosts
     batch_size: int
-    plain_ms: float  # of a step that does not draft
+    check_ms: Values  # [nodes + 1], of a step that does not draft
     rest_ms: Values  # [nodes + 1], of one that does, without its draft
     step_ms: Values  # [sizes, nodes + 1], for every draft size that a pilot may choose
     _growth: dict[int, tuple[Values, Values]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def plain_ms(self) -> float:
+        return float(self.check_ms[0])
 
     def growth(self, draft_size: int) -> tuple[Values, Values]:
         """For any draft size: milliseconds [nodes + 1], and the smallest rise [nodes] from each number of nodes on."""
@@ -305,7 +309,7 @@ class StepTables:
         checks = costs.verify_row(self.num_nodes + 1, batch_size, context_length)
         rest_ms = checks + costs.overhead_ms
         drafts = np.array([costs.draft_ms(size, batch_size) for size in self.draft_sizes])
-        return StepTable(costs, batch_size, float(checks[0]), rest_ms, drafts[:, None] + rest_ms)
+        return StepTable(costs, batch_size, checks, rest_ms, drafts[:, None] + rest_ms)
 
 
 def _isotonic(values: Values, weights: Iterable[float]) -> Values:

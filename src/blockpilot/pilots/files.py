@@ -160,6 +160,7 @@ def _build_step(folder: Path, card: PilotCard, costs: CostSource, *, is_chain: b
         sampled=calibrations.get(SAMPLED),
         sampled_forecast=sampled,
         label=name,
+        reads_copies=not is_chain,
     )
 
 

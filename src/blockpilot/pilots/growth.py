@@ -14,6 +14,7 @@ from blockpilot.core.draft import FloatArray, HostDraft, IntArray
 from blockpilot.core.tree import DraftTree, tree_depths
 from blockpilot.pilots.base import Selection
 from blockpilot.pilots.calibration import Calibration
+from blockpilot.pilots.copies import NOTHING_COPIED, Copied
 from blockpilot.pilots.forecast import HEAD, load_loops
 
 Values = NDArray[np.float64]
@@ -33,6 +34,7 @@ class GrowthRules(NamedTuple):
     trust: float = 1.0  # what a promised token is worth
     width: int = MAX_WIDTH
     is_chain: bool = False  # only the best child of each node
+    copied: Copied = NOTHING_COPIED  # what the request's own text offers
 
 
 class Nodes(NamedTuple):
@@ -64,12 +66,13 @@ def grow_nodes(draft: HostDraft, rules: GrowthRules) -> Nodes:
     if draft.tree is not None:
         return _prune(draft, rules)
     step_ms, rises = rules.costs
-    depth = max(min(rules.depth, draft.num_positions), 0)
+    copied_ids, copied = rules.copied
+    depth = max(min(rules.depth, max(draft.num_positions, len(copied_ids))), 0)
     found, paths = np.empty((3, len(step_ms)), INT), np.empty(len(step_ms))
     weights = NO_WEIGHTS if rules.calibration is None else rules.calibration.plain_weights
     shape = min(draft.width, rules.width), depth, rules.is_chain
     count, promised, head = load_loops().grow(
-        found, paths, *plain_arrays(draft), weights, step_ms, rises, rules.trust, *shape
+        found, paths, *plain_arrays(draft), weights, copied_ids, copied, step_ms, rises, rules.trust, *shape
     )
     parents, token_ids, depths = found[:, 1 : count + 1].tolist()
     return Nodes(parents, token_ids, depths, paths[1 : count + 1].tolist(), promised, list(head[:depth]))

@@ -48,7 +48,7 @@ def load_pilot(
     if spec in ("auto", "step", "chain-step"):
         folder = shipped_pilot(target, drafter)
         if folder is None:  # no fit for this pair: the drafter's scores are taken at their word
-            return StepPilot(Calibration.identity(), costs(), is_chain=is_chain, label=spec)
+            return StepPilot(Calibration.identity(), costs(), is_chain=is_chain, label=spec, reads_copies=not is_chain)
     elif kind == "prefill" and argument:
         folder = Path(os.path.expanduser(argument))
         if (found := read_card(folder).kind) != "prefill":

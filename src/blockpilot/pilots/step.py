@@ -18,14 +18,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from blockpilot.core.errors import InputError
+from blockpilot.core.tree import DraftTree
 from blockpilot.pilots.base import PLAIN, Asked, Choice, Drafted, Outcome, Pilot, PilotInputs, PrefillState, Selection
 from blockpilot.pilots.calibration import Calibration, Calibrations
+from blockpilot.pilots.copies import Copied, best_prefix, weigh_copy
 from blockpilot.pilots.cost_model import CostSource, StepTable, StepTables, Values
 from blockpilot.pilots.forecast import Forecast, load_loops
 from blockpilot.pilots.growth import MAX_WIDTH, GrowthRules, falling_costs, grow_tree
-from blockpilot.pilots.memory import Gate, StepMemory
+from blockpilot.pilots.memory import HOPE, RETURN, Gate, StepMemory, Weighed
 
 DRAFT_SIZES = (4, 8, 16)
+COPIED = Choice(0, is_copied=True)
 LEAST_SCALE = 0.05  # of forecasts; 0 would hide what they say
 REVIEW = 4  # steps that keep what was chosen before a draft: forecasts move slowly, and asking for one takes time
 
@@ -40,6 +43,7 @@ class StepPilot(Pilot):
     sampled: Calibration | None = None  # at temperatures above 0, where noise is part of the scores; None: the same
     sampled_forecast: Forecast | None = None  # and of steps at such temperatures; None: the same
     label: str = ""
+    reads_copies: bool = False
 
     def __post_init__(self) -> None:
         if not self.draft_sizes or min(self.draft_sizes) < 2 or list(self.draft_sizes) != sorted(set(self.draft_sizes)):
@@ -96,6 +100,9 @@ class StepPilot(Pilot):
 
     def _select(self, request: Drafted) -> Selection:
         inputs, draft = request.inputs, request.draft
+        copied = weigh_copy(inputs.copy, inputs.temperature)
+        if request.choice.is_copied:
+            return self._select_copied(request, copied)
         memory: StepMemory = request.memory.shared() if _is_shared(inputs) else request.memory.own()
         if request.choice.num_nodes is None:
             table = self._tables.at(inputs.batch_size, inputs.context_length, inputs.buckets)
@@ -108,13 +115,36 @@ class StepPilot(Pilot):
             calibration=self.calibrations.of(inputs.temperature),
             trust=memory.recent.trust,
             is_chain=self.is_chain,
+            copied=copied,
         )
         found = grow_tree(draft, request.anchor_id, rules)
         if request.choice.num_nodes is None:
             memory.cost = float(costs[0][len(found.tree) - 1]) / table.plain_ms
         return found
 
+    def _select_copied(self, request: Drafted, copied: Copied) -> Selection:
+        count, _, promised = self._weigh_copied(request.inputs, copied)
+        return Selection(DraftTree.chain(request.anchor_id, copied.token_ids[:count].tolist()), promised)
+
+    def _weigh_copied(self, inputs: PilotInputs, copied: Copied) -> tuple[int, float, float]:
+        """Of a check of the copy alone: how much of it, tokens per millisecond, and what it promises."""
+        table = self._tables.at(inputs.batch_size, inputs.context_length, inputs.buckets)
+        return best_prefix(copied, table.check_ms[: max(inputs.num_remaining, 1)])
+
+    def _pays_copied(self, memory: StepMemory, inputs: PilotInputs) -> bool:
+        """Whether a copy alone brings more than what was decided last, and than plain decoding."""
+        if inputs.copy is None:
+            return False
+        plain_ms = self._tables.at(inputs.batch_size, inputs.context_length, inputs.buckets).plain_ms
+        count, rate, promised = self._weigh_copied(inputs, weigh_copy(inputs.copy, inputs.temperature))
+        rate *= plain_ms
+        if not count or rate < (RETURN if memory.gate.is_closed else HOPE):
+            return False
+        return memory.gate.is_closed or memory.weighed is None or rate > memory.weighed.rate_with(promised)
+
     def _decide(self, memory: StepMemory, inputs: PilotInputs) -> Choice:
+        if self._pays_copied(memory, inputs):
+            return COPIED
         is_shared = _is_shared(inputs)
         is_valid = memory.choice.draft_size <= inputs.max_block_size
         if memory.num_kept and is_valid and (not is_shared or inputs.batch_size == memory.batch_size):
@@ -146,6 +176,7 @@ class StepPilot(Pilot):
             memory.foretold = (tokens - 1) / max(scale, LEAST_SCALE) if recent.has_drafted else None
             memory.cost = tokens / (rate * table.plain_ms)  # unless `select` knows better
             is_open = self._is_open(gate, table, best, rate)
+            memory.weighed = Weighed(tokens, tokens / (rate * table.plain_ms))
             if is_open and gate.is_closed:  # a probe that checked nothing would not even teach what checks cost
                 num_nodes = int(self._limits(table, best).argmax())
                 memory.cost = float(table.step_ms[best, num_nodes]) / table.plain_ms

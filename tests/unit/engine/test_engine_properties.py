@@ -61,7 +61,7 @@ def assert_nothing_leaked(llm: LLM) -> None:
     if hasattr(drafter, "cache"):
         assert drafter.cache.lengths == [0] * NUM_SLOTS
     else:
-        assert drafter._tokens == {} and drafter._ends == {}  # type: ignore[union-attr]
+        assert drafter._lookups == {}  # type: ignore[union-attr]
 
 
 class Run:

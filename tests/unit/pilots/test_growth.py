@@ -9,10 +9,12 @@ import pytest
 from blockpilot.core.draft import Draft, HostDraft
 from blockpilot.core.tree import DraftTree
 from blockpilot.pilots.calibration import Calibration
+from blockpilot.pilots.copies import NOTHING_COPIED, Copied
 from blockpilot.pilots.forecast import load_loops
 from blockpilot.pilots.growth import (
     NO_WEIGHTS,
     GrowthRules,
+    Nodes,
     falling_costs,
     grow_chain,
     grow_nodes,
@@ -158,7 +160,17 @@ def test_growth_by_cost_ends_early_where_nothing_can_win() -> None:
     halves: HostDraft = Draft(np.full((63, 1), 7), np.full((63, 1), np.log(0.5), dtype=np.float32))
     for step_ms in (1 + 0.1 * np.arange(64), 1 + np.arange(64.0) // 8):  # stairs, too
         found, paths = np.full((3, 64), -5), np.empty(64)
-        given = (*plain_arrays(halves), NO_WEIGHTS, step_ms, smallest_rises(step_ms), 1.0, 1, 63, False)
+        given = (
+            *plain_arrays(halves),
+            NO_WEIGHTS,
+            *NOTHING_COPIED,
+            step_ms,
+            smallest_rises(step_ms),
+            1.0,
+            1,
+            63,
+            False,
+        )
         count, _, _ = load_loops().grow(found, paths, *given)
         assert 1 <= count <= int((found[0, 1:] >= 0).sum()) < 10
 
@@ -209,3 +221,68 @@ def test_falling_costs_take_every_node_whatever_it_is_worth() -> None:
     for num_nodes in (0, 1, 128):
         rules = GrowthRules(falling_costs(num_nodes), 15, doubtful, trust=0.01)
         assert len(grow_nodes(draft, rules).parents) == num_nodes
+
+
+def test_a_copy_goes_on_where_the_draft_ends() -> None:
+    """And nothing but the copy is taken behind it."""
+    draft = random_draft(0, depth=2, width=3, is_pairwise=True)
+    copied = Copied(np.arange(20, 26), np.full(6, 0.9, np.float32))
+    nodes = grow_nodes(draft, GrowthRules(falling_costs(60), depth=6, copied=copied))
+    chain, parent = [], 0
+    for token_id in copied.token_ids.tolist():
+        places = [
+            place
+            for place, (above, found) in enumerate(zip(nodes.parents, nodes.token_ids, strict=True), start=1)
+            if above == parent and found == token_id
+        ]
+        assert len(places) == 1
+        parent = places[0]
+        chain.append(nodes.paths[parent - 1])
+    assert chain[2:] == pytest.approx([chain[1] * 0.9**n for n in range(1, 5)])
+    assert [depth for depth in nodes.depths if depth > 2] == [3, 4, 5, 6]
+    assert (
+        len(grow_nodes(draft, GrowthRules(falling_costs(60), depth=4, copied=copied)).parents) == len(nodes.parents) - 2
+    )
+
+
+@pytest.mark.parametrize("is_pairwise", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_children_of_a_copy_share_what_it_leaves(seed: int, is_pairwise: bool) -> None:
+    draft = small_draft(seed, is_pairwise=is_pairwise)
+    ids = np.array([int(draft.token_ids[0, 1]), 77, int(draft.token_ids[2, 0])])  # known, unknown, known
+    copied = Copied(ids, np.array([0.7, 0.6, 0.8], np.float32))
+    rules = GrowthRules(falling_costs(400), depth=POSITIONS)  # more than there are
+    alone, both = grow_nodes(draft, rules), grow_nodes(draft, rules._replace(copied=copied))
+    children: dict[int, list[float]] = {}
+    ways = [(1.0, ())]
+    for parent, token_id, path in zip(both.parents, both.token_ids, both.paths, strict=True):
+        above, way = ways[parent]
+        ways.append((path, (*way, token_id)))
+        children.setdefault(parent, []).append(path / above)
+    assert all(sum(shares) < 1 + 1e-5 for shares in children.values())
+    assert len({way for _, way in ways}) == len(ways), "no path twice"
+    found = {way: path for path, way in ways}
+    assert tuple(ids[:2].tolist()) in found and tuple(ids.tolist()) in found
+    elsewhere = {way for way in found if way and way[0] != ids[0]}
+    assert elsewhere == {way for way in _paths(alone) if way[0] != ids[0]}, "other branches are the drafter's own"
+
+
+def _paths(nodes: Nodes) -> list[tuple[int, ...]]:
+    ways: list[tuple[int, ...]] = [()]
+    for parent, token_id in zip(nodes.parents, nodes.token_ids, strict=True):
+        ways.append((*ways[parent], token_id))
+    return ways[1:]
+
+
+def test_a_copy_that_the_drafter_agrees_with_is_likelier() -> None:
+    ids, scores = np.array([[5, 6]]), np.log(np.array([[0.6, 0.3]], np.float32))
+    draft: HostDraft = Draft(ids, scores)
+
+    def first(token_id: int, likely: float) -> float:
+        copied = Copied(np.array([token_id]), np.array([likely], np.float32))
+        nodes = grow_nodes(draft, GrowthRules(falling_costs(9), depth=1, copied=copied))
+        return dict(zip(nodes.token_ids, nodes.paths, strict=True))[token_id]
+
+    assert first(5, 0.5) > first(6, 0.5) > first(7, 0.5)
+    assert first(5, 0.9) > first(5, 0.5) > first(5, 0.1)
+    assert first(6, 0.9) > 0.3, "the text raises what the drafter holds for less likely"

@@ -356,7 +356,7 @@ def test_the_text_is_the_plain_text(drafter: str) -> None:
         for pilot in pilots:
             drafted = llm.generate(PROMPTS, params, pilot=pilot, is_raw=True)
             assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
-            assert any(step.block_size > 1 for c in drafted for step in c.steps)
+            assert any(step.verify_size > 1 for c in drafted for step in c.steps)
 
 
 @pytest.mark.parametrize("shift", [0, 1])

@@ -10,7 +10,8 @@
 
 One request at a time, the first turn of every prompt. Tokens per second are those of decoding alone, as in `bench`.
 Traces keep all that pilots ask for and never leave memory, so in float32 simulated steps should be the measured ones.
-In bfloat16 replay is an estimate: answers and drafts may differ, and `same answer` and `same steps` say how often.
+In bfloat16 replay is an estimate: answers and drafts may differ, and `same answer` and `same steps` say how often. On a
+CPU `step` and `auto` check copies, too, which replay does not know: what is simulated of them is the drafter's part.
 
 `ratio` is simulated over measured tokens per second, which is the ratio of tokens per step over that of step times: see
 `tau` and `step ms`. Brackets are 95 % of a paired bootstrap over prompts. The table's `verify` includes growing and

@@ -122,7 +122,7 @@ def test_logits_of_any_number_of_tokens(kernels, dtype: torch.dtype) -> None:  #
         assert_same(run(x[:count]), alone[:count], count)
 
 
-def product_plans(x: Tensor) -> list[FewPlan | ManyPlan]:
+def product_plans(x: Tensor, weight: Tensor) -> list[FewPlan | ManyPlan]:
     from blockpilot.gpu.kernels.products import can_tile
 
     if x.dtype == torch.float32:
@@ -131,7 +131,7 @@ def product_plans(x: Tensor) -> list[FewPlan | ManyPlan]:
     few = [FewPlan(16, 16, 64), FewPlan(16, 64, 128), FewPlan(32, 128, 64, num_warps=8), FewPlan(64, 64, 32)]
     many = [ManyPlan(128, 128), ManyPlan(64, 64, 32, num_warps=4), ManyPlan(128, 64, 128)]
     tiled = [TiledPlan(128, 64, 64, 4, 4), TiledPlan(64, 64, 128, 4, 3), TiledPlan(128, 128, 32, 8, 3)]
-    return [*few, FewPlan(128, 64, 64), *many, *(tiled if can_tile(x) else ())]
+    return [*few, FewPlan(128, 64, 64), *many, *(tiled if can_tile(x, weight) else ())]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -146,7 +146,7 @@ def test_every_plan_of_a_product(kernels, dtype, num_rows, size, is_gated) -> No
     x, weight = random(num_tokens, size, dtype=dtype), (random(num_rows, size) / size**0.5).to(dtype)
     expected = kernels.gated_linear(x, weight) if is_gated else add(kernels.linear(x, weight))
     shape = num_tokens, num_rows // 2 if is_gated else num_rows
-    for plan in product_plans(x):
+    for plan in product_plans(x, weight):
         for is_added in {False, splits > 1 and isinstance(plan, ManyPlan)}:
             is_whole = is_added or splits == 1
             out = torch.empty(shape if is_whole else (splits, *shape), dtype=expected.dtype, device=DEVICE)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from blockpilot.pilots.base import PLAIN, Choice
 
@@ -14,7 +13,6 @@ MAX_TRUST = 1.5
 LEAVE, RETURN = 0.97, 1.03  # speed of drafting over plain decoding below which it ends, above which it begins again
 EXPERIENCE, HOPE = 4.0, 1.15  # plain steps' worth of drafting before the first, and how much faster that was
 EXPERIENCE_DECAY = 0.96  # what a drafted step leaves of it
-SHARED = 0.35  # of two sources that draft the same text, what the lesser adds
 FIRST_WAIT, LAST_WAIT = 8, 128  # plain steps between probes; doubled after each that fails
 
 
@@ -126,19 +124,6 @@ class Gate:
         return False
 
 
-class Weighed(NamedTuple):
-    """What a drafted step is expected to bring."""
-
-    tokens: float
-    cost: float  # in plain steps
-
-    def rate_with(self, copied: float) -> float:
-        """Tokens per plain step where a copy is checked, too, which promises so many by itself. The two often agree, so
-        the lesser counts in part."""
-        drafted = self.tokens - 1
-        return (1 + max(drafted, copied) + SHARED * min(drafted, copied)) / self.cost
-
-
 @dataclass
 class StepMemory:
     """Of one request, or of the requests of a batch that decide together."""
@@ -149,7 +134,7 @@ class StepMemory:
     num_kept: int = 0  # steps for which it still holds
     batch_size: int = 0  # for which it was made
     foretold: float | None = None  # tokens forecast of it, beyond the target's own; None: nothing was drafted
-    weighed: Weighed | None = None  # the last draft that was thought of
+    rate: float = 0.0  # tokens per plain step's time that the draft which was thought of last would bring; 0: none
     cost: float = 0.0  # of the step that was last decided on, in plain steps
     batch: "StepMemory | None" = None  # of a request: what it shares with those it is decoded with
     was_shared: bool = False  # whether this request has ever decided with others

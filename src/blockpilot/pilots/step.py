@@ -25,7 +25,7 @@ from blockpilot.pilots.copies import Copied, best_prefix, weigh_copy
 from blockpilot.pilots.cost_model import CostSource, StepTable, StepTables, Values
 from blockpilot.pilots.forecast import Forecast, load_loops
 from blockpilot.pilots.growth import MAX_WIDTH, GrowthRules, falling_costs, grow_tree
-from blockpilot.pilots.memory import HOPE, RETURN, Gate, StepMemory, Weighed
+from blockpilot.pilots.memory import HOPE, RETURN, Gate, StepMemory
 
 DRAFT_SIZES = (4, 8, 16)
 COPIED = Choice(0, is_copied=True)
@@ -132,15 +132,15 @@ class StepPilot(Pilot):
         return best_prefix(copied, table.check_ms[: max(inputs.num_remaining, 1)])
 
     def _pays_copied(self, memory: StepMemory, inputs: PilotInputs) -> bool:
-        """Whether a copy alone brings more than what was decided last, and than plain decoding."""
+        """Whether a copy alone brings more than the draft that was thought of last, and than plain decoding.
+
+        That draft would be checked beside the copy. How much more the two bring together hardly matters here.
+        """
         if inputs.copy is None:
             return False
-        plain_ms = self._tables.at(inputs.batch_size, inputs.context_length, inputs.buckets).plain_ms
-        count, rate, promised = self._weigh_copied(inputs, weigh_copy(inputs.copy, inputs.temperature))
-        rate *= plain_ms
-        if not count or rate < (RETURN if memory.gate.is_closed else HOPE):
-            return False
-        return memory.gate.is_closed or memory.weighed is None or rate > memory.weighed.rate_with(promised)
+        table = self._tables.at(inputs.batch_size, inputs.context_length, inputs.buckets)
+        _, rate, _ = self._weigh_copied(inputs, weigh_copy(inputs.copy, inputs.temperature))
+        return rate * table.plain_ms > max(memory.rate, RETURN if memory.gate.is_closed else HOPE)
 
     def _decide(self, memory: StepMemory, inputs: PilotInputs) -> Choice:
         if self._pays_copied(memory, inputs):
@@ -176,7 +176,7 @@ class StepPilot(Pilot):
             memory.foretold = (tokens - 1) / max(scale, LEAST_SCALE) if recent.has_drafted else None
             memory.cost = tokens / (rate * table.plain_ms)  # unless `select` knows better
             is_open = self._is_open(gate, table, best, rate)
-            memory.weighed = Weighed(tokens, tokens / (rate * table.plain_ms))
+            memory.rate = rate * table.plain_ms if is_open else 0.0
             if is_open and gate.is_closed:  # a probe that checked nothing would not even teach what checks cost
                 num_nodes = int(self._limits(table, best).argmax())
                 memory.cost = float(table.step_ms[best, num_nodes]) / table.plain_ms

@@ -9,7 +9,7 @@ from blockpilot.pilots.base import PLAIN, Asked, Drafted
 from blockpilot.pilots.calibration import Calibration
 from blockpilot.pilots.copies import MAX_COPIED, NOTHING_COPIED, Copied, best_prefix, weigh_copy
 from blockpilot.pilots.cost_model import StepCosts
-from blockpilot.pilots.memory import StepMemory, Weighed
+from blockpilot.pilots.memory import StepMemory
 from blockpilot.pilots.step import COPIED, StepPilot
 from tests.tiny import make_dflash, make_llm
 from tests.unit.pilots.pieces import make_inputs, random_draft
@@ -56,10 +56,10 @@ def choose(copy: Copy | None, memory: StepMemory, **changes: object) -> tuple[St
 def test_a_good_copy_needs_no_draft() -> None:
     good, bad = make_copy(16, 9, 9, size=16), make_copy(1, 0, 9)
     assert choose(good, StepMemory())[1] and not choose(bad, StepMemory())[1] and not choose(None, StepMemory())[1]
-    closed = StepMemory(weighed=Weighed(1.1, 1.5))
+    closed = StepMemory()
     closed.gate.is_closed = True
     assert choose(good, closed)[1], "also where drafting does not pay"
-    assert not choose(good, StepMemory(weighed=Weighed(12.0, 1.1)))[1], "not where drafting brings more"
+    assert not choose(good, StepMemory(rate=9.0))[1], "not where drafting brings more"
     pilot = StepPilot(Calibration.identity(), COSTS, reads_copies=True)
     inputs = make_inputs(copy=good, max_block_size=1)
     assert pilot.choose([Asked(StepMemory(), inputs)])[0] is COPIED, "without a drafter copies are all there is"

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(group, "--max-seconds", 600.0, "of one call", metavar="S")
     add_option(group, "--drain-seconds", 60.0, "for answers in flight when the server is told to end", metavar="S")
     interval_help = "milliseconds between two pieces of a stream, which hold all steps since the last; 0: one per step"
-    add_option(group, "--stream-interval", 20.0, interval_help, metavar="MS")
+    add_option(group, "--stream-interval", 30.0, interval_help, metavar="MS")
     origin_help = "let browsers call from pages of this origin; repeatable (default: from none)"
     group.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN", help=origin_help)
 

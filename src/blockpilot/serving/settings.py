@@ -11,7 +11,7 @@ class ServeConfig:
     max_seconds: float = 600.0  # of one call
     max_body: int = 8 << 20  # bytes
     drain_seconds: float = 60.0  # for answers in flight when the server is told to end
-    stream_interval: float = 0.02  # seconds between two pieces of a stream; 0: one for every step
+    stream_interval: float = 0.03  # seconds between two pieces of a stream; 0: one for every step
     stall_seconds: float = 60.0  # for a client to send its body, or to read what it was sent
     is_local: bool = True  # whether other machines are kept out
     origins: tuple[str, ...] = ()  # of pages that browsers may let call us

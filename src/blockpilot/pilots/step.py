@@ -5,10 +5,12 @@ from the last steps before drafting, the draft's own calibrated probabilities af
 request decodes plainly and probes now and then. Decisions never depend on a clock: replay repeats those of a request
 that decodes alone.
 
+All requests of a batch wait for its one draft and its one check. If each decided alone, a single one that drafts would
+hold up all, and where a device pads checks all would pay for the one that takes most. So a batch has one memory and one
+draft size. Each request still grows the tree that is best for itself, and decides alone on copies out of its own text.
+
 A device pads a check to one of few sizes (`PilotInputs.buckets`). There the number of nodes is decided with the draft
-size, before the draft. And if each request of a batch took as many nodes as pay for it alone, all would pay for the one
-that takes most: so there a batch has one memory, one draft size and one number of nodes. Each request still grows the
-tree that is best for itself.
+size, before the draft, and is the same for all.
 """
 
 from bisect import bisect_right
@@ -76,14 +78,17 @@ class StepPilot(Pilot):
     def choose(self, requests: Sequence[Asked]) -> list[Choice]:
         first = requests[0].inputs
         if not _is_shared(first):
-            return [self._decide(memory.own(), inputs) for memory, inputs in requests]
+            return [
+                COPIED if self._pays_copied(memory.own(), inputs) else self._decide(memory.own(), inputs)
+                for memory, inputs in requests
+            ]
         batch: StepMemory = requests[0].memory.batch
         for memory, _ in requests:
             memory.shared()
         has_joined = all(inputs.num_steps == 0 for _, inputs in requests)
-        if has_joined and batch.batch_size:  # the others have been asked: what they decided holds for all
-            return [batch.choice] * len(requests)
-        return [self._decide(batch, first)] * len(requests)
+        # where the others have been asked already, what they decided holds for all
+        drafted = batch.choice if has_joined and batch.batch_size else self._decide(batch, first)
+        return [COPIED if self._pays_copied(batch, inputs) else drafted for _, inputs in requests]
 
     def select(self, requests: Sequence[Drafted]) -> list[Selection]:
         return [self._select(request) for request in requests]
@@ -143,8 +148,6 @@ class StepPilot(Pilot):
         return rate * table.plain_ms > max(memory.rate, RETURN if memory.gate.is_closed else HOPE)
 
     def _decide(self, memory: StepMemory, inputs: PilotInputs) -> Choice:
-        if self._pays_copied(memory, inputs):
-            return COPIED
         is_shared = _is_shared(inputs)
         is_valid = memory.choice.draft_size <= inputs.max_block_size
         if memory.num_kept and is_valid and (not is_shared or inputs.batch_size == memory.batch_size):
@@ -214,7 +217,7 @@ class StepPilot(Pilot):
 
 
 def _is_shared(inputs: PilotInputs) -> bool:
-    return inputs.batch_size > 1 and bool(inputs.buckets)
+    return inputs.batch_size > 1
 
 
 def _record(

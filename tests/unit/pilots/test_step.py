@@ -278,18 +278,26 @@ def test_drafting_returns_when_a_probe_goes_well() -> None:
     assert not all(drafted[40:60]) and all(drafted[-40:])
 
 
-def test_equal_inputs_give_equal_decisions_and_requests_do_not_share_memory() -> None:
+def test_equal_inputs_give_equal_decisions_and_requests_remember_nothing_of_earlier_ones() -> None:
     pilot = make_pilot(STEEP)
     shares = [0.05] * 30 + [0.8] * 30
     first = drive(pilot, shares)
     drive(pilot, [0.9] * 9)
     assert first == drive(pilot, shares)
     assert pilot.start(None) == StepMemory(batch=StepMemory()) and pilot.start(None).recent == Recent()
+
+
+def test_a_batch_drafts_together_or_not_at_all_also_where_nothing_is_padded() -> None:
+    """One request that drafts holds up all the others."""
+    pilot = make_pilot(STEEP)
     batch = Batch(pilot)
-    batch.join(2)
-    for _ in range(5):
-        batch.step([0.9, 0.05], [9, 1])
-    assert batch.memories[0].recent.average > batch.memories[1].recent.average
+    batch.join(3)
+    for _ in range(40):
+        inputs = make_inputs(batch_size=3)
+        choices = pilot.choose([Asked(memory, inputs) for memory in batch.memories])
+        assert len(set(choices)) == 1
+        batch.step([0.9, 0.05, 0.05], [9, 1, 1])
+    assert all(memory.recent == Recent() for memory in batch.memories), "what is learned is the batch's"
 
 
 def test_sizes_stay_within_the_drafter_and_nodes_within_the_answer() -> None:

@@ -41,7 +41,7 @@ def require_at_least(values: object, **least: int) -> None:
     """Check options, or the fields of a configuration that are named like options; None stands for a default."""
     for name, bound in least.items():
         value = getattr(values, name)
-        if value is not None and value < bound:
+        if value is not None and not value >= bound:  # nan is refused, too
             raise InputError(f"--{name.replace('_', '-')} must be at least {bound}, got {value}")
 
 
@@ -49,7 +49,7 @@ def require_at_most(values: object, **most: float) -> None:
     """The same for upper bounds: what nobody could wait for, or hold in memory, is a slip of the finger."""
     for name, bound in most.items():
         value = getattr(values, name)
-        if value is not None and value > bound:
+        if value is not None and not value <= bound:
             raise InputError(f"--{name.replace('_', '-')} must be at most {bound}, got {show_value(value)}")
 
 

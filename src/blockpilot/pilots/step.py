@@ -2,8 +2,8 @@
 
 Both decisions maximise the same figure, expected tokens per millisecond, with what is known at that time: a forecast
 from the last steps before drafting, the draft's own calibrated probabilities after it. Where drafting cannot win the
-request decodes plainly and probes now and then. Decisions never depend on a clock: replay repeats those of a request
-that decodes alone.
+request decodes plainly and probes now and then. Decisions never depend on a clock: without copies of its own
+text, replay repeats those of a request that decodes alone.
 
 All requests of a batch wait for its one draft and its one check. If each decided alone, a single one that drafts would
 hold up all, and where a device pads checks all would pay for the one that takes most. So a batch has one memory and one

@@ -48,12 +48,12 @@ class DrafterRun:
         if self.kind not in KINDS:
             raise InputError(f"unknown kind {self.kind!r}: use {', '.join(KINDS)}")
         require_at_least(self, **dict.fromkeys(_AT_LEAST_ONE, 1), **dict.fromkeys(_NOT_NEGATIVE, 0))
-        require_at_most(self, **_AT_MOST)
         if isinstance(self.taps, int) and not 1 <= self.taps <= _MAX_TAPS:
             raise InputError(f"--taps must lie between 1 and {_MAX_TAPS}, or name layers, got {show_value(self.taps)}")
         for name in _ABOVE_ZERO:
             if not getattr(self, name) > 0:
                 raise InputError(f"--{name.replace('_', '-')} must be above 0, got {getattr(self, name)}")
+        require_at_most(self, **_AT_MOST)
         if not 2 <= self.block_size <= MAX_BLOCK_SIZE:
             raise InputError(f"--block-size must lie between 2 and {MAX_BLOCK_SIZE}, got {self.block_size}")
         if not 2 <= self.min_block_size <= self.block_size:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,9 @@ def join_group(device: torch.device) -> Iterator[Group]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # Its functions have the group of the time of their import as a default value. An optimizer imports it, and a group
+    # that lives on after `destroy_process_group` has threads that end the interpreter by SIGABRT, sometimes.
+    import_module("torch.distributed.nn")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield Group(dist.get_rank(), size)

@@ -36,8 +36,10 @@ def _add_loop(group: Options) -> None:
     group.add_argument("--start-from", metavar="DIR", help="start with the weights of this drafter of the same shape")
     add_option(group, "--steps", 2000)
     add_option(group, "--batch-size", 64, "texts per step, all processes together")
-    add_option(group, "--width", 448, "texts are cut here")
-    add_option(group, "--blocks", 32, "anchors per text")
+    add_option(group, "--width", 448, "tokens of a text, places in a batch")
+    width_help = "longer texts are cut here; texts of similar length go together (default: --width)"
+    group.add_argument("--max-width", type=int, default=0, metavar="N", help=width_help)
+    add_option(group, "--blocks", 32, "anchors per text of --width tokens")
     mixed_help = "below --block-size: mixed sizes (default: off)"
     group.add_argument("--min-block-size", type=int, default=0, metavar="B", help=mixed_help)
     add_option(group, "--learning-rate", 1.5e-3)

@@ -179,6 +179,11 @@ class Tokenizer:
     def encode_chat(self, prompt: str) -> list[int]:
         return self.encode(self.apply_chat_template([{"role": "user", "content": prompt}]))
 
+    def encode_chats(self, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
+        """Many conversations, on all cores."""
+        texts = [self.apply_chat_template(messages) for messages in chats]
+        return [found.ids for found in self.backend.encode_batch(texts, add_special_tokens=False)]
+
     @cached_property
     def _template(self) -> ChatTemplate:
         if self.chat_template is None:

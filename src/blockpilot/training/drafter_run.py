@@ -9,11 +9,11 @@ KINDS = ("dflash", "dflash2", "eagle3")
 _AT_LEAST_ONE = (
     "layers", "selector_rank", "unrolled", "steps", "batch_size", "width", "blocks", "checkpoint_every"
 )  # fmt: skip
-_NOT_NEGATIVE = ("head_size", "evaluate_every", "limit_texts", "seed")
+_NOT_NEGATIVE = ("head_size", "max_width", "evaluate_every", "limit_texts", "seed")
 _ABOVE_ZERO = ("learning_rate", "gamma")
 _AT_MOST = {"layers": 128, "intermediate_size": 2**18, "selector_rank": 4096, "head_size": 2**22, "unrolled": 64}
-_AT_MOST |= {"steps": 10**8, "batch_size": 2**16, "width": 2**16, "blocks": 2**12, "seed": 2**31 - 1}
-_AT_MOST |= {"learning_rate": 10, "gamma": 10**6}
+_AT_MOST |= {"steps": 10**8, "batch_size": 2**16, "width": 2**16, "max_width": 2**16, "blocks": 2**12}
+_AT_MOST |= {"learning_rate": 10, "gamma": 10**6, "seed": 2**31 - 1}
 _MAX_TAPS = 64
 
 
@@ -30,6 +30,7 @@ class DrafterRun:
     steps: int = 2000
     batch_size: int = 64
     width: int = 448
+    max_width: int = 0  # longer texts are cut here; 0: at the width
     blocks: int = 32
     min_block_size: int = 16
     learning_rate: float = 1.5e-3
@@ -58,5 +59,12 @@ class DrafterRun:
             raise InputError(f"--block-size must lie between 2 and {MAX_BLOCK_SIZE}, got {self.block_size}")
         if not 2 <= self.min_block_size <= self.block_size:
             raise InputError(f"--min-block-size must lie between 2 and {self.block_size}, got {self.min_block_size}")
+        if 0 < self.max_width < self.width:
+            raise InputError(f"--max-width must be at least --width {self.width}, got {self.max_width}")
         if self.kind == "eagle3" and self.start_from:
             raise InputError("--start-from takes DFlash drafters only: leave it out for --kind eagle3")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a text that are looked at."""
+        return self.max_width or self.width

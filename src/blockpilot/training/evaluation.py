@@ -39,6 +39,7 @@ class TauReport:
     tau_loop_free: float  # only steps that start before the answer first repeats itself
     accuracy: list[float]  # per depth: the first choice is right, given all anchors
     recall: list[float]  # per depth: the right token is among the best 8
+    tau_by_source: dict[str, float]  # loop-free, by what the texts were written for
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,11 @@ def evaluate_drafter(
     everything = torch.cat(scores)
     per_depth = everything.sum(0) / max(1, len(everything))  # zeros where no text holds a whole draft
     answers = [responses.answer_ids(index, width) for index in range(len(responses))]
-    pairs = [(_walk(lengths, answer), answer) for lengths, answer in zip(emitted, answers, strict=True)]
-    return _summarise([(steps, loop_free_steps(answer, steps)) for steps, answer in pairs if steps], per_depth)
+    walks: list[_Walk] = []
+    for index, (lengths, answer) in enumerate(zip(emitted, answers, strict=True)):
+        if steps := _walk(lengths, answer):
+            walks.append(_Walk(responses.source_name(index), steps, loop_free_steps(answer, steps)))
+    return _summarise(walks, per_depth)
 
 
 def _draft_chains(model: Eagle3, decoder: Decoder, taps: Tensor, texts: TextBatch, *, num_steps: int) -> _Drafts:
@@ -150,13 +154,29 @@ def _walk(emitted: Tensor, answer: list[int]) -> list[int]:
     return steps
 
 
-def _summarise(walks: list[tuple[list[int], list[int]]], per_depth: Tensor) -> TauReport:
-    """`walks`: of every answer all steps, and those that start before the first repetition."""
-    everything = [count for steps, _ in walks for count in steps]
+@dataclass(frozen=True)
+class _Walk:
+    """Emitted lengths of one answer's steps."""
+
+    source: str
+    steps: list[int]
+    free: list[int]  # of those that start before the first repetition
+
+    @property
+    def tau_free(self) -> float:
+        return sum(self.free) / len(self.free)
+
+
+def _summarise(walks: list[_Walk], per_depth: Tensor) -> TauReport:
+    everything = [count for walk in walks for count in walk.steps]
+    by_source: dict[str, list[float]] = {}
+    for walk in walks:
+        by_source.setdefault(walk.source, []).append(walk.tau_free)
     return TauReport(
-        tau_mean=sum(sum(steps) / len(steps) for steps, _ in walks) / max(1, len(walks)),
+        tau_mean=sum(sum(walk.steps) / len(walk.steps) for walk in walks) / max(1, len(walks)),
         tau_pooled=sum(everything) / max(1, len(everything)),
-        tau_loop_free=sum(sum(free) / len(free) for _, free in walks) / max(1, len(walks)),
+        tau_loop_free=sum(walk.tau_free for walk in walks) / max(1, len(walks)),
         accuracy=[round(x, 4) for x in per_depth[:, 0].tolist()],
         recall=[round(x, 4) for x in per_depth[:, 1].tolist()],
+        tau_by_source={name: round(sum(taus) / len(taus), 3) for name, taus in sorted(by_source.items())},
     )

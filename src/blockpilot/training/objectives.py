@@ -58,7 +58,7 @@ class DrafterTraining(ABC):
 
     model: DFlash | Eagle3
     block_size: int  # that is evaluated
-    num_random = 0  # random numbers wanted per text and step
+    num_random = 0  # random numbers wanted per block
 
     def __init__(
         self, model: DFlash | Eagle3, decoder: Decoder, run: DrafterRun, held_out: ResponseSet | None = None
@@ -79,21 +79,22 @@ class DrafterTraining(ABC):
             return {}
         with mixed_precision(self.decoder):
             report = evaluate_drafter(
-                self.model, self.decoder, self.held_out, block_size=self.block_size, width=self.run.width
+                self.model, self.decoder, self.held_out, block_size=self.block_size, width=self.run.longest
             )
         return asdict(report)
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(function) if self.run.is_compiled else function
+        # widths are few: a program for each is faster than one for all
+        return torch.compile(function, dynamic=False) if self.run.is_compiled else function
 
 
 class DFlashTraining(DrafterTraining):
     model: DFlash
+    num_random = 2  # an anchor and a size
 
     def __init__(self, model: DFlash, decoder: Decoder, run: DrafterRun, held_out: ResponseSet | None = None) -> None:
         """`run.min_block_size` below the drafter's block size trains mixed sizes together."""
         super().__init__(model, decoder, run, held_out)
-        self.num_random = 2 * run.blocks  # an anchor and a size each
         self.block_size = model.config.block_size
         self.head = head_weight(model, decoder)
         self._loss = self._compiled(_dflash_loss)
@@ -101,7 +102,7 @@ class DFlashTraining(DrafterTraining):
     def loss(self, texts: TextBatch, uniform: Tensor) -> LossTerms:
         blocks = sample_blocks(
             texts,
-            uniform=uniform.view(len(uniform), self.run.blocks, 2),
+            uniform=uniform.view(len(uniform), -1, 2),
             full_size=self.block_size,
             min_size=self.run.min_block_size,
         )

@@ -19,11 +19,12 @@ from torch import Tensor
 from blockpilot.core.columns import Promise, read_columns
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import write_bytes
-from blockpilot.core.manifests import TEXTS, require_content
+from blockpilot.core.manifests import TEXTS, read_manifest
+from blockpilot.core.reading import convert
 
 MAX_SHARD_BYTES = 2**32
 MAX_TOKEN_ID = 2**31 - 1
-_COLUMNS = ("token_ids", "lengths", "prompt_lengths")
+_COLUMNS = ("token_ids", "lengths", "prompt_lengths", "sources")
 _ADVICE = "delete it and run `blockpilot synthesize` again"
 Integers = NDArray[np.integer[Any]]
 
@@ -32,6 +33,7 @@ Integers = NDArray[np.integer[Any]]
 class Response:
     token_ids: list[int]  # prompt and answer
     num_prompt_tokens: int
+    source: int = 0  # what it was written for: its number among the manifest's `sources`
 
 
 def shard_path(folder: Path, index: int) -> Path:
@@ -47,31 +49,35 @@ def write_shard(path: Path, responses: Iterable[Response]) -> None:
         "token_ids": texts.token_ids.to(torch.uint16 if is_small else torch.int32),
         "lengths": texts.lengths.int(),
         "prompt_lengths": texts.prompt_lengths.int(),
+        "sources": texts.sources.int(),
     }
     write_bytes(path, save(tensors))
 
 
 def read_responses(folder: Path) -> "ResponseSet":
     """All texts of all shards."""
-    require_content(folder, TEXTS)
+    manifest = read_manifest(folder, TEXTS) or {}
     shards = sorted(folder.glob("shard-*.safetensors"))
     if not shards:
         raise InputError(f"{folder} holds no training text: run `blockpilot synthesize --out {folder}` first")
     parts = [_read_shard(path) for path in shards]
-    return ResponseSet(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    names = manifest.get("sources", [])
+    token_ids, lengths, prompt_lengths, sources = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return ResponseSet(token_ids, lengths, prompt_lengths, sources, names=convert(names, tuple[str, ...], str(folder)))
 
 
-def _read_shard(path: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, lengths and prompt lengths."""
+def _read_shard(path: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Token ids, lengths, prompt lengths and sources."""
     if not os.path.isfile(path):
         raise InputError(f"{path} is no file: {_ADVICE}")
     columns, _ = read_columns(path, _check_promises, most=MAX_SHARD_BYTES, advice=_ADVICE)
-    token_ids, lengths, prompt_lengths = (columns[name] for name in _COLUMNS)
+    token_ids, lengths, prompt_lengths, sources = (columns[name] for name in _COLUMNS)
     if not _are_sound(len(token_ids), lengths, prompt_lengths):
         raise InputError(f"{path} is damaged: its lengths do not add up; {_ADVICE}")
     if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() <= MAX_TOKEN_ID:
         raise InputError(f"{path} is damaged: it holds token ids that no tokenizer gives; {_ADVICE}")
-    return torch.from_numpy(token_ids).int(), torch.from_numpy(lengths).long(), torch.from_numpy(prompt_lengths).long()
+    rest = [torch.from_numpy(column).long() for column in (lengths, prompt_lengths, sources)]
+    return torch.from_numpy(token_ids).int(), rest[0], rest[1], rest[2]
 
 
 def _check_promises(promises: Mapping[str, Promise], _: Mapping[str, str]) -> None:
@@ -80,8 +86,9 @@ def _check_promises(promises: Mapping[str, Promise], _: Mapping[str, str]) -> No
     for name, found in promises.items():
         if len(found.shape) != 1 or found.is_float:
             raise ValueError(f"its column {name!r} is no list of whole numbers")
-    if promises["lengths"].shape != promises["prompt_lengths"].shape:
-        raise ValueError("its lengths are not as many as its prompt lengths")
+    for name in ("prompt_lengths", "sources"):
+        if promises["lengths"].shape != promises[name].shape:
+            raise ValueError(f"its lengths are not as many as its {name.replace('_', ' ')}")
 
 
 def _are_sound(num_tokens: int, lengths: Integers, prompt_lengths: Integers) -> bool:
@@ -107,8 +114,17 @@ class TextBatch(NamedTuple):
 class ResponseSet:
     """All texts in memory."""
 
-    def __init__(self, token_ids: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> None:
-        self.token_ids, self.lengths, self.prompt_lengths = token_ids, lengths, prompt_lengths
+    def __init__(
+        self,
+        token_ids: Tensor,
+        lengths: Tensor,
+        prompt_lengths: Tensor,
+        sources: Tensor,
+        *,
+        names: tuple[str, ...] = (),
+    ) -> None:
+        self.token_ids, self.lengths, self.prompt_lengths, self.sources = token_ids, lengths, prompt_lengths, sources
+        self.names = names  # of the sources
         self.starts = self.lengths.cumsum(0) - self.lengths
 
     @classmethod
@@ -116,7 +132,8 @@ class ResponseSet:
         rows = list(responses)
         flat = torch.tensor([token_id for row in rows for token_id in row.token_ids], dtype=torch.int32)
         lengths = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.int64)
-        return cls(flat, lengths, torch.tensor([row.num_prompt_tokens for row in rows], dtype=torch.int64))
+        prompt_lengths = torch.tensor([row.num_prompt_tokens for row in rows], dtype=torch.int64)
+        return cls(flat, lengths, prompt_lengths, torch.tensor([row.source for row in rows], dtype=torch.int64))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -138,7 +155,13 @@ class ResponseSet:
         rows = slice(first, end)
         start = int(self.lengths[:first].sum())
         place = slice(start, start + int(self.lengths[rows].sum()))
-        return ResponseSet(self.token_ids[place], self.lengths[rows], self.prompt_lengths[rows])
+        columns = (column[rows] for column in (self.lengths, self.prompt_lengths, self.sources))
+        return ResponseSet(self.token_ids[place], *columns, names=self.names)
+
+    def source_name(self, index: int) -> str:
+        """What a text was written for."""
+        number = int(self.sources[index])
+        return self.names[number] if 0 <= number < len(self.names) else str(number)
 
     def count_answer_tokens(self, vocab_size: int) -> Tensor:
         """How often answers use each token [V]."""

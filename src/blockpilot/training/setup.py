@@ -52,7 +52,7 @@ def train_drafter(
     responses = read_responses(data)
     responses.require_vocabulary(target.decoder.config.vocab_size)
     texts, held_out = split_texts(responses, run.limit_texts)
-    agreement = check_data(target.decoder, texts, width=run.width)
+    agreement = check_data(target.decoder, texts, width=run.longest)
     torch.manual_seed(run.seed)
     objective: DrafterTraining
     if run.kind == "eagle3":

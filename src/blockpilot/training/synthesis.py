@@ -1,17 +1,19 @@
 """Training data without a dataset: the target writes prompts and answers them.
 
-Two phases, both resumable. First the prompts: sampled from the bare chat prefix (everything the template puts before
-the user's words), together with any prompt files; deduplicated and written once. Then the answers, shard by shard:
-greedy for most prompts, sampled for some, each cut where it starts to repeat itself, because a drafter trained on loops
-learns to loop.
+Three phases, all resumable. First the prompts: sampled from the bare chat prefix (everything the template puts before
+the user's words), together with any prompt files; deduplicated and written once. Then the materials that tasks are
+made of (`templates.py`), written once. Then the answers, shard by shard: greedy for most prompts, sampled for some,
+each cut where it starts to repeat itself, because a drafter trained on loops learns to loop. A task's conversation may
+go on for some turns; each turn is a text of its own.
 """
 
+import hashlib
 import json
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from blockpilot.core.device import is_out_of_memory
 from blockpilot.core.errors import BlockPilotError, InputError
@@ -20,16 +22,19 @@ from blockpilot.core.manifests import open_run, write_manifest
 from blockpilot.core.progress import Report
 from blockpilot.core.reading import Count, read_json
 from blockpilot.models.loading import LoadedTarget
+from blockpilot.text.chat_template import Message
 from blockpilot.text.prompts import read_prompts
 from blockpilot.text.repetition import find_loop, without_overlap
-from blockpilot.text.tokenizer import Tokenizer
-from blockpilot.training.bulk_generation import BulkGenerator, Row
-from blockpilot.training.responses import Response, read_responses, shard_path, write_shard
+from blockpilot.training.bulk_generation import Row
+from blockpilot.training.responses import Response, ResponseSet, read_responses, shard_path, write_shard
+from blockpilot.training.templates import Templates
+from blockpilot.training.writing import Writer
 
-PROMPTS_FILE = "prompts.json"
-_REPORT_EVERY = 512
+PROMPTS_FILE, MATERIALS_FILE = "prompts.json", "materials.json"
+PROMPTS = "prompts"  # the source of all texts that are no task's
 _MAX_PROMPT_BYTES = 2**32
-_PLACEHOLDER = "\u2063PROMPT\u2063"
+_ENOUGH_PROMPTS = 16  # to judge a task by
+_ADVICE = "delete it with the shards beside it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,61 +44,106 @@ class SynthesisConfig:
     starts: tuple[str, ...] = ("",)  # first words of written prompts, in turn; "" leaves all to the target
     prompt_files: tuple[str, ...] = ()
     excluded_files: tuple[str, ...] = ()  # prompts that share 13 words in a row with one of these are left out
+    num_tasks: int = 0  # prompts made from task templates
     temperatures: tuple[float, ...] = (0.0, 0.0, 0.0, 0.8)  # each prompt draws one of these
     max_length: int = 448  # prompt and answer together
-    max_prompt_length: int = 224
+    max_prompt_length: int = 336
+    max_answer_length: int = 600  # tasks name their own
     min_answer_length: int = 8
     num_rows: int = 64
     shard_size: int = 16384
     seed: int = 0
 
 
-def synthesize(config: SynthesisConfig, target: LoadedTarget, out: Path, report: Report) -> None:
-    """Run both phases into `out`, continuing whatever is there."""
+def synthesize(
+    config: SynthesisConfig, target: LoadedTarget, out: Path, report: Report, templates: Templates | None = None
+) -> None:
+    """Run all phases into `out`, continuing whatever is there."""
     if target.tokenizer.chat_template is None:
         raise InputError(f"{target.name} has no chat template, so nobody could ask the drafter's target a question")
     try:
-        _Synthesis(config, target, out, report).run()
+        _Synthesis(config, target, out, report, templates if config.num_tasks else None).run()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise BlockPilotError("out of memory: lower --rows and give the same command again to go on") from error
 
 
+@dataclass(frozen=True)
+class _Job:
+    """An answer to be written."""
+
+    place: int  # in its shard
+    source: int
+    row: Row
+    messages: Sequence[Message] = ()  # of a conversation that may go on
+    then: tuple[str, ...] = ()  # what the user says next
+
+
 class _Synthesis:
-    def __init__(self, config: SynthesisConfig, target: LoadedTarget, out: Path, report: Report) -> None:
-        self.config, self.target, self.out, self.report = config, target, out, report
+    def __init__(
+        self, config: SynthesisConfig, target: LoadedTarget, out: Path, report: Report, templates: Templates | None
+    ) -> None:
+        self.config, self.target, self.out, self.templates = config, target, out, templates
         self.tokenizer = target.tokenizer
-        self.identity = {"config": json.loads(json.dumps(asdict(config)))}
+        self.writer = Writer(target, config.num_rows, report)
+        self.sources = [PROMPTS, *(task.name for task in templates.tasks)] if templates else [PROMPTS]
+        self.identity: dict[str, Any] = {"config": json.loads(json.dumps(asdict(config)))}
+        if templates is not None:
+            text = json.dumps(templates.as_plain(), sort_keys=True)
+            self.identity["templates"] = {"sha256": hashlib.sha256(text.encode()).hexdigest()}
 
     def run(self) -> None:
         open_run(self.out, self.identity, free=("num_rows",))  # memory may not allow as many rows as before
-        prompts, size = self._load_or_write_prompts(self.out / PROMPTS_FILE), self.config.shard_size
-        temperatures = random.Random(self.config.seed).choices(self.config.temperatures, k=len(prompts))
-        num_shards = -(-len(prompts) // size)
+        prompts = self._load_or_write_prompts(self.out / PROMPTS_FILE)
+        materials = self._load_or_write_materials(self.out / MATERIALS_FILE)
+        config = self.config
+        places = list(range(len(prompts) + config.num_tasks))
+        random.Random(config.seed).shuffle(places)
+        temperatures = random.Random(config.seed).choices(config.temperatures, k=len(places))
+        num_shards = -(-len(places) // config.shard_size)
         for index in range(num_shards):
-            path, share = shard_path(self.out, index), slice(index * size, (index + 1) * size)
-            if not path.is_file():
-                pairs = zip(prompts[share], temperatures[share], strict=True)
-                rows = [Row(ids, temperature, self.config.max_length) for ids, temperature in pairs]
-                write_shard(path, self._answer(rows, index))
+            share = slice(index * config.shard_size, (index + 1) * config.shard_size)
+            if not shard_path(self.out, index).is_file():
+                jobs = self._jobs(places[share], temperatures[share], prompts, materials)
+                write_shard(shard_path(self.out, index), self._answer(jobs, index))
         texts = read_responses(self.out)
+        if not len(texts):
+            raise InputError(f"none of {len(places)} answers has {config.min_answer_length} tokens before it repeats")
         counts = {"num_texts": len(texts), "num_answer_tokens": texts.num_answer_tokens, "num_shards": num_shards}
-        write_manifest(self.out, {**self.identity, "is_complete": True, **counts})
+        summary = {"sources": self.sources, "mix": self._mix(texts, len(prompts))}
+        write_manifest(self.out, {**self.identity, "is_complete": True, **counts, **summary})
+
+    def _mix(self, texts: ResponseSet, num_prompts: int) -> list[dict[str, Any]]:
+        """What the texts are made of, source by source."""
+        asked = [num_prompts, *([0] * (len(self.sources) - 1))]
+        if self.templates is not None:
+            for index in range(self.config.num_tasks):
+                asked[1 + self.templates.task(self.config.seed, index)] += 1
+        answers = texts.lengths - texts.prompt_lengths
+        rows = []
+        for source, name in enumerate(self.sources):
+            own = texts.sources == source
+            count = int(own.sum())
+            row = {"source": name, "prompts": asked[source], "texts": count, "answer_tokens": int(answers[own].sum())}
+            for column, values in (("mean_prompt", texts.prompt_lengths), ("mean_answer", answers)):
+                row[column] = round(float(values[own].float().mean()), 1) if count else 0.0
+            rows.append(row)
+        return rows
 
     def _load_or_write_prompts(self, path: Path) -> list[list[int]]:
         if path.is_file():
-            return _load_prompts(path)
+            return _load(path, list[list[Count]])
         config = self.config
         texts = [prompt.text for name in config.prompt_files for prompt in read_prompts(Path(name))]
         if config.num_written:
-            texts += self._write_prompts()
-        unique = list(dict.fromkeys(text.strip() for text in texts if text.strip()))
-        excluded = [prompt.text for name in config.excluded_files for prompt in read_prompts(Path(name))]
-        unique = without_overlap(unique, excluded)
-        encoded = [self.tokenizer.encode_chat(text) for text in unique]
+            texts += self.writer.write_prompts(
+                config.starts, config.num_written, most=config.max_prompt_length, seed=config.seed
+            )
+        unique = self._without_excluded(list(dict.fromkeys(text.strip() for text in texts if text.strip())))
+        encoded = self.tokenizer.encode_chats([_ask(text) for text in unique])
         kept = [ids for ids in encoded if len(ids) <= config.max_prompt_length]
-        if not kept:
+        if not kept and not config.num_tasks:
             raise InputError(
                 f"none of {len(unique)} prompts fits into {config.max_prompt_length} tokens: raise --max-length"
             )
@@ -101,60 +151,102 @@ class _Synthesis:
         write_text(path, json.dumps(kept, separators=(",", ":")))
         return kept
 
-    def _write_prompts(self) -> list[str]:
-        """The target as its own user: it goes on behind the chat prefix until it ends its turn."""
-        config, prefix = self.config, chat_prefix(self.tokenizer)
-        starts = [self.tokenizer.encode(start) for start in config.starts]
-        for text, ids in zip(config.starts, starts, strict=True):
-            if len(ids) >= config.max_prompt_length:
-                raise InputError(f"--start {text!r} alone has {len(ids)} tokens of {config.max_prompt_length}")
-        limit = len(prefix) + config.max_prompt_length
-        rows = [Row(prefix + starts[index % len(starts)], 1.0, limit) for index in range(config.num_written)]
-        self._write(rows, limit, config.seed, lambda rate: "writing prompts")
-        return [
-            self.tokenizer.decode(row.prompt_ids[len(prefix) :] + row.answer_ids)
-            for row in rows
-            if row.answer_ids[-1] in self.target.eos_token_ids and len(row.answer_ids) > 3
-        ]
+    def _load_or_write_materials(self, path: Path) -> dict[str, list[str]]:
+        if self.templates is None:
+            return {}
+        if path.is_file():
+            return _load(path, dict[str, list[str]])
+        config = self.config
+        written = self.writer.write_materials(
+            self.templates, config.num_tasks, most=config.max_length, seed=config.seed
+        )
+        kept = {name: self._without_excluded(texts) for name, texts in written.items()}
+        if empty := next((name for name, texts in kept.items() if not texts), None):
+            raise InputError(f"all texts of material {empty!r} share words with an excluded prompt")
+        write_text(path, json.dumps(kept, ensure_ascii=False, separators=(",", ":")))
+        return kept
 
-    def _answer(self, rows: list[Row], shard: int) -> Iterator[Response]:
+    def _without_excluded(self, texts: Sequence[str]) -> list[str]:
+        excluded = [prompt.text for name in self.config.excluded_files for prompt in read_prompts(Path(name))]
+        return without_overlap(texts, excluded)
+
+    def _jobs(
+        self,
+        places: Sequence[int],
+        temperatures: Sequence[float],
+        prompts: Sequence[list[int]],
+        materials: Mapping[str, Sequence[str]],
+    ) -> list[_Job]:
+        """Of a shard, in its order; tasks come behind the prompts. Tasks whose prompts are too long are left out."""
+        config, jobs = self.config, []
+        tasks: list[int] = []
+        for place, number in enumerate(places):
+            if number < len(prompts):
+                ids = prompts[number]
+                most = min(config.max_length, len(ids) + config.max_answer_length)
+                jobs.append(_Job(place, 0, Row(ids, temperatures[place], most)))
+            else:
+                tasks.append(place)
+        pieces = max((task.pieces[1] for task in self.templates.tasks), default=1) if self.templates else 0
+        while tasks and pieces:  # what is too long is tried again with half as many pieces
+            assert self.templates is not None
+            made = [
+                self.templates.prompt(config.seed, places[place] - len(prompts), materials, most_pieces=pieces)
+                for place in tasks
+            ]
+            encoded = self.tokenizer.encode_chats([_ask(prompt.text) for prompt in made])
+            left = []
+            for place, prompt, ids in zip(tasks, made, encoded, strict=True):
+                if len(ids) > config.max_prompt_length:
+                    left.append(place)
+                    continue
+                row = Row(ids, temperatures[place], self._most_tokens(prompt.task, ids))
+                jobs.append(_Job(place, 1 + prompt.task, row, _ask(prompt.text), prompt.then))
+            tasks, pieces = left, pieces // 2
+        return sorted(jobs, key=lambda job: job.place)
+
+    def _most_tokens(self, task: int, ids: Sequence[int]) -> int:
+        assert self.templates is not None
+        return min(self.config.max_length, len(ids) + self.templates.tasks[task].tokens)
+
+    def _answer(self, jobs: list[_Job], shard: int) -> Iterator[Response]:
         """Answers in the order of their prompts: rows finish short ones first, and held-out texts are the last ones."""
-        seed = self.config.seed * 1000003 + shard + 1
-        self._write(rows, self.config.max_length, seed, lambda rate: f"answers of shard {shard} ({rate:,.0f} tokens/s)")
-        for row in rows:
-            answer = row.answer_ids[: find_loop(row.answer_ids)]
-            if len(answer) >= self.config.min_answer_length:
-                yield Response(row.prompt_ids + answer, len(row.prompt_ids))
+        found: dict[int, list[Response]] = {job.place: [] for job in jobs}
+        turn = 0
+        while jobs:
+            seed = self.config.seed * 1000003 + shard + 1 + turn * 2**40
+            what = f"answers of shard {shard}" + (f", turn {turn + 1}" if turn else "")
+            self.writer.write([job.row for job in jobs], seed, what)
+            whole = []  # answers that a conversation can go on from
+            for job in jobs:
+                row = job.row
+                answer = row.answer_ids[: find_loop(row.answer_ids)]
+                if len(answer) >= self.config.min_answer_length:
+                    found[job.place].append(Response(row.prompt_ids + answer, len(row.prompt_ids), job.source))
+                    if job.then and answer[-1] in self.target.eos_token_ids:
+                        whole.append((job, self.tokenizer.decode(answer)))
+            jobs, turn = self._next_turns(whole), turn + 1
+        for responses in found.values():
+            yield from responses
 
-    def _write(self, rows: list[Row], max_length: int, seed: int, describe: Callable[[float], str]) -> None:
-        """Let the target finish all rows; `describe` tells what they are, given the tokens per second."""
-        generator = BulkGenerator(
-            self.target.decoder,
-            num_rows=self.config.num_rows,
-            capacity=max_length + 1,
-            eos_token_ids=self.target.eos_token_ids,
-            seed=seed,
-        )
-        started, num_tokens = time.perf_counter(), 0
-        for done, row in enumerate(generator.run(iter(rows)), start=1):
-            num_tokens += len(row.answer_ids)
-            if done % _REPORT_EVERY == 0 or done == len(rows):
-                self.report(describe(num_tokens / (time.perf_counter() - started)), done, len(rows))
-
-
-def chat_prefix(tokenizer: Tokenizer) -> list[int]:
-    """Token ids of everything the chat template writes before the user's own words."""
-    text = tokenizer.apply_chat_template([{"role": "user", "content": _PLACEHOLDER}])
-    before, found, _ = text.partition(_PLACEHOLDER)
-    if not found or not before:
-        raise InputError(
-            "the target's chat template writes nothing before the user's words, so it cannot write prompts: "
-            "give --prompts FILE and --num-prompts 0"
-        )
-    return tokenizer.encode(before)
+    def _next_turns(self, whole: Sequence[tuple[_Job, str]]) -> list[_Job]:
+        chats = [[*job.messages, {"role": "assistant", "content": answer}, *_ask(job.then[0])] for job, answer in whole]
+        jobs = []
+        for (job, _), chat, ids in zip(whole, chats, self.tokenizer.encode_chats(chats), strict=True):
+            if len(ids) <= self.config.max_prompt_length:
+                row = Row(ids, job.row.temperature, self._most_tokens(job.source - 1, ids))
+                jobs.append(_Job(job.place, job.source, row, chat, job.then[1:]))
+        return jobs
 
 
-def _load_prompts(path: Path) -> list[list[int]]:
-    advice = "delete it with the shards beside it"
-    found: list[list[int]] = read_json(path, list[list[Count]], advice, most=_MAX_PROMPT_BYTES)
-    return found
+def _ask(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
+
+
+def _load(path: Path, kind: Any) -> Any:
+    return read_json(path, kind, _ADVICE, most=_MAX_PROMPT_BYTES)
+
+
+def tasks_that_failed(mix: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Sources that gave nearly no text: the target's answers are too short, or repeat themselves at once."""
+    return [row["source"] for row in mix if row["prompts"] >= _ENOUGH_PROMPTS and row["texts"] < row["prompts"] / 10]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from blockpilot.core.device import is_out_of_memory
 from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.files import ensure_folder
+from blockpilot.training.batching import Batches
 from blockpilot.training.checkpoints import (
     CHECKPOINT,
     StopFlag,
@@ -61,14 +62,14 @@ class Trainer:
         """Resumes from the checkpoint in `out`, if there is one; it must be of the same run and `identity`."""
         if run.batch_size % group.size:
             raise InputError(f"--batch-size {run.batch_size} must be a multiple of the {group.size} processes")
-        self.objective, self.data, self.settings = objective, data, run
+        self.objective, self.settings = objective, run
+        self.batches = Batches(data, run, group)
         self.group, self.out = group, ensure_folder(out)
         self.identity = json.loads(json.dumps({"run": asdict(run)} | identity))
         self.parameters = [parameter for parameter in objective.model.parameters() if parameter.requires_grad]
         self.optimizers = _make_optimizers(objective.model, run)
         self.step, self.saved_step = 0, -1
         self._is_whole = True  # weights and optimisers belong to `step`, not to the middle of an update
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
         self._load_checkpoint()
 
     def run(self, report: Report) -> None:
@@ -109,9 +110,9 @@ class Trainer:
         for optimizer in self.optimizers:
             for parameters in optimizer.param_groups:
                 parameters["lr"] = rate
-        texts = self.data.batch(self._indices(self.step), self.settings.width)
+        texts, uniform = self.batches.at(self.step, self.objective.num_random)
         device = self.objective.device
-        terms = self.objective.loss(texts.to(device), self._uniform(self.step).to(device))
+        terms = self.objective.loss(texts.to(device), uniform.to(device))
         loss = (terms.sums / self.group.mean(terms.weights).clamp(min=1e-6)).sum()
         loss.backward()
         self.group.average_gradients(self.parameters)
@@ -127,22 +128,6 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self._is_whole = True
-
-    def _indices(self, step: int) -> Tensor:
-        """This process's share of the texts of one step: epochs are shuffles that depend on the seed alone."""
-        size = self.settings.batch_size
-        epoch, place = divmod(step, max(1, len(self.data) // size))
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self.settings.seed * 7919 + epoch)
-            self._order, self._epoch = torch.randperm(len(self.data), generator=generator), epoch
-        places = torch.arange(place * size, (place + 1) * size) % len(self.data)  # few texts: some more than once
-        return self._order[places][self.group.rank :: self.group.size]
-
-    def _uniform(self, step: int) -> Tensor:
-        """This process's share of the step's random numbers; drawn on the CPU, so that every device gets the same."""
-        generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + step)
-        uniform = torch.rand(self.settings.batch_size, self.objective.num_random, generator=generator)
-        return uniform[self.group.rank :: self.group.size]
 
     def _is_stopping(self, stop: StopFlag) -> bool:
         """All processes stop at the same step, or the others would wait for ever."""

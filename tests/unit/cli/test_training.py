@@ -44,6 +44,20 @@ def test_synthesize_says_what_it_wrote(target: Path, tmp_path: Path, capsys: pyt
     assert found["out"] == str(tmp_path) and found["num_shards"] == 1 and found["num_texts"] > 0
 
 
+def test_synthesize_shows_its_mix(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = [{"name": "talk", "prompts": ["what is a?", "what is b?"], "tokens": 16, "then": ["and c?"]}]
+    (tmp_path / "tasks.json").write_text(json.dumps({"tasks": tasks}))
+    words = ["synthesize", "--target", str(target), "--out", str(tmp_path / "data"), "--num-prompts", "0"]
+    words += ["--tasks", "8", "--templates", str(tmp_path / "tasks.json"), "--max-length", "64"]
+    assert main(words) == 0
+    spoken = capsys.readouterr()
+    assert "mean answer" in spoken.out and "talk" in spoken.out and "warning" not in spoken.err
+    assert main([*words, "--json"]) == 0
+    mix = json.loads(capsys.readouterr().out)["mix"]
+    assert [(row["source"], row["prompts"]) for row in mix] == [("prompts", 0), ("talk", 8)]
+    assert train(target, tmp_path / "data", tmp_path / "run", "--max-width", "96") == 0
+
+
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "eagle3"])
 def test_a_trained_drafter_decodes(
     target: Path, data: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
@@ -76,7 +90,12 @@ def test_a_finished_run_has_nothing_to_do(
 @pytest.mark.parametrize(
     ("verb", "words", "line"),
     [
-        ("synthesize", ["--num-prompts", "0"], "nothing to answer: give --num-prompts or --prompts FILE"),
+        ("synthesize", ["--num-prompts", "0"], "nothing to answer: give --num-prompts, --tasks or --prompts FILE"),
+        ("synthesize", ["--templates", "gone.json"], "--templates without a number of prompts to make of them"),
+        ("synthesize", ["--templates", "gone.json", "--tasks", "4"], "task templates gone.json do not exist"),
+        ("synthesize", ["--tasks", "-1"], "--tasks must be at least 0"),
+        ("synthesize", ["--max-answer", "7"], "--max-answer must be at least 8"),
+        ("train-drafter", ["--max-width", "32"], "--max-width must be at least --width 448, got 32"),
         ("synthesize", ["--num-prompts", "-1"], "--num-prompts must be at least 0"),
         ("synthesize", ["--temperatures", "0,hot"], "give numbers separated by commas"),
         ("synthesize", ["--temperatures", "11"], "temperatures lie between 0 and 10"),

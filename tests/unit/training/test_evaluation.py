@@ -43,11 +43,16 @@ def test_evaluation_walks_like_decoding(
         PROMPTS, SamplingParams(max_new_tokens=60, ignore_eos=True), pilot=f"fixed:{block_size}", is_raw=True
     )
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
-    texts = [Response(ids + c.token_ids, len(ids)) for ids, c in zip(prompts, completions, strict=True)]
+    texts = [
+        Response(ids + completion.token_ids, len(ids), source=place % 2)
+        for place, (ids, completion) in enumerate(zip(prompts, completions, strict=True))
+    ]
+    responses = ResponseSet.from_responses(texts)
+    responses.names = ("even", "odd")
     report = evaluate_drafter(
         make_drafter().eval(),
         make_decoder().eval(),
-        ResponseSet.from_responses(texts),
+        responses,
         block_size=block_size,
         width=128,
         batch_size=3,
@@ -56,6 +61,9 @@ def test_evaluation_walks_like_decoding(
     assert report.tau_mean == pytest.approx(sum(sum(s) / len(s) for s in steps) / len(steps))
     assert report.tau_pooled == pytest.approx(sum(map(sum, steps)) / sum(map(len, steps)))
     assert any(emitted > 1 for s in steps for emitted in s)
+    counts = {"even": (len(steps) + 1) // 2, "odd": len(steps) // 2}
+    total = sum(report.tau_by_source[name] * count for name, count in counts.items())
+    assert total / len(steps) == pytest.approx(report.tau_loop_free, abs=1e-3)
 
 
 @pytest.mark.parametrize("make_drafter", [make_eagle3, make_dflash])

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from blockpilot.core.errors import InputError
 from blockpilot.training.responses import Response, ResponseSet, read_responses, shard_path, write_shard
 
-TEXTS = [Response([5, 6, 7, 8], 2), Response([9], 1), Response([1, 2, 3, 4, 5, 6], 3)]
+TEXTS = [Response([5, 6, 7, 8], 2, 1), Response([9], 1, 2), Response([1, 2, 3, 4, 5, 6], 3)]
 
 
 def test_round_trip_through_shards(tmp_path: Path) -> None:
@@ -17,9 +17,13 @@ def test_round_trip_through_shards(tmp_path: Path) -> None:
         write_shard(shard_path(tmp_path, index), part)
     texts = read_responses(tmp_path)
     ids, lengths, prompt_lengths = texts.batch(torch.arange(3), 8)
-    rows = [Response(row[:n].tolist(), int(p)) for row, n, p in zip(ids, lengths, prompt_lengths, strict=True)]
+    columns = zip(ids, lengths, prompt_lengths, texts.sources, strict=True)
+    rows = [Response(row[:n].tolist(), int(p), int(source)) for row, n, p, source in columns]
     assert rows == TEXTS
     assert (len(texts), texts.num_answer_tokens) == (3, 5)
+    assert [texts.slice(1, 3).source_name(index) for index in range(2)] == ["2", "0"]
+    (tmp_path / "manifest.json").write_text('{"schema_version": 1, "config": {}, "sources": ["prompts", "b", "c"]}')
+    assert [read_responses(tmp_path).slice(1, 3).source_name(index) for index in range(2)] == ["c", "prompts"]
 
 
 def test_shards_of_two_runs_in_one_folder_are_read_together(tmp_path: Path) -> None:
@@ -70,6 +74,7 @@ BAD = {
     "do not add up": {"prompt_lengths": [2, 1, 7]},
     "do not": {"prompt_lengths": [-2, 1, 3]},
     "not as many as its prompt lengths": {"prompt_lengths": [2, 1]},
+    "not as many as its sources": {"sources": [2, 1]},
     "holds token ids that no tokenizer gives": {"token_ids": [-1] * 11},
     "'token_ids' is no list of whole numbers": {"token_ids": [0.5] * 11},
     "'lengths' is no list of whole numbers": {"lengths": [[4, 1, 6]]},

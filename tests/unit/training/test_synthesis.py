@@ -1,5 +1,7 @@
 """The target writes its own training text: resumable, cut at loops, never two runs in one folder."""
 
+import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,15 @@ from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.core.manifests import MANIFEST, read_manifest
 from blockpilot.text.repetition import find_loop
 from blockpilot.training import synthesis
-from blockpilot.training.synthesis import PROMPTS_FILE, SynthesisConfig, chat_prefix, synthesize
+from blockpilot.training.synthesis import (
+    MATERIALS_FILE,
+    PROMPTS_FILE,
+    SynthesisConfig,
+    synthesize,
+    tasks_that_failed,
+)
+from blockpilot.training.templates import Templates
+from blockpilot.training.writing import Writer, chat_prefix
 from tests.unit.training.pieces import chat_target, chat_tokenizer, ignore
 
 CONFIG = SynthesisConfig(
@@ -63,8 +73,10 @@ def test_texts_are_chats_with_answers_free_of_loops(finished: Path) -> None:
 
 
 def test_texts_keep_the_order_of_their_prompts(finished: Path) -> None:
-    prompts = synthesis._load_prompts(finished / PROMPTS_FILE)
-    places = [prompts.index(prompt) for prompt, _ in answers(finished)]
+    prompts = json.loads((finished / PROMPTS_FILE).read_text())
+    order = list(range(len(prompts)))
+    random.Random(CONFIG.seed).shuffle(order)
+    places = [order.index(prompts.index(prompt)) for prompt, _ in answers(finished)]
     assert places == sorted(places), "held-out texts are the last ones: they must not be the longest"
 
 
@@ -117,12 +129,11 @@ def test_prompt_files_are_deduplicated_and_starts_take_turns(tmp_path: Path, mon
     config = replace(CONFIG, num_written=0, prompt_files=(str(tmp_path / "p.txt"),))
     synthesize(config, chat_target(), tmp_path / "files", ignore)
     tokenizer = chat_tokenizer()
-    prompts = synthesis._load_prompts(tmp_path / "files" / PROMPTS_FILE)
+    prompts = json.loads((tmp_path / "files" / PROMPTS_FILE).read_text())
     assert sorted(map(tokenizer.decode, prompts)) == ["Q what is aA ", "Q what is bA "]
 
     def write(*starts: str) -> list[str]:
-        config = replace(CONFIG, starts=starts)
-        return synthesis._Synthesis(config, chat_target(), tmp_path, ignore)._write_prompts()
+        return Writer(chat_target(), CONFIG.num_rows, ignore).write_prompts(starts, CONFIG.num_written, most=32, seed=0)
 
     written = write("Write", "")
     assert any(text.startswith("Write") for text in written)
@@ -165,3 +176,108 @@ def test_what_a_refusal_advises_can_be_done(tmp_path: Path) -> None:
     synthesize(long, chat_target(), tmp_path / "out", ignore)
     with pytest.raises(InputError, match="belongs to another run"):
         synthesize(replace(long, seed=1), chat_target(), tmp_path / "out", ignore)
+
+
+TASKS = {
+    "lists": {"thing": ["a", "b", "c", "d"]},
+    "materials": [{"name": "passage", "prompts": ["on {thing}"], "tokens": 48}],
+    "tasks": [
+        {"name": "sum up", "prompts": ["sum {passage}"], "pieces": [1, 4], "tokens": 24},
+        {"name": "talk", "prompts": ["{thing}?"], "then": ["and {thing}?", "go on"], "turns": 2, "tokens": 24},
+    ],
+}
+
+
+def make_templates(folder: Path, **changes: object) -> Templates:
+    path = folder / "tasks.json"
+    path.write_text(json.dumps(TASKS | changes))
+    return Templates.read(path)
+
+
+MIXED = replace(CONFIG, num_tasks=40, max_length=96, max_prompt_length=64, shard_size=20)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("mixed")
+    synthesize(MIXED, chat_target(), out / "data", ignore, make_templates(out))
+    return out / "data"
+
+
+def test_tasks_are_made_of_texts_the_target_wrote(mixed: Path) -> None:
+    manifest = read_manifest(mixed)
+    assert manifest is not None and manifest["sources"] == ["prompts", "sum up", "talk"]
+    passages = json.loads((mixed / MATERIALS_FILE).read_text())["passage"]
+    texts, tokenizer = synthesis.read_responses(mixed), chat_tokenizer()
+    rows = [texts.slice(index, index + 1) for index in range(len(texts))]
+    prompts = [tokenizer.decode(row.token_ids[: int(row.prompt_lengths[0])].tolist()) for row in rows]
+    assert all(len(row.token_ids) <= MIXED.max_length for row in rows)
+    summed = [text for text, source in zip(prompts, texts.sources, strict=True) if source == 1]
+    assert summed and all(any(passage in text for passage in passages) for text in summed)
+    talks = [text for text, source in zip(prompts, texts.sources, strict=True) if source == 2]
+    assert talks and all(text[:2] == "Q " and text[2] in "abcd" for text in talks)
+    for row, name in zip(manifest["mix"], manifest["sources"], strict=True):
+        own = texts.sources == manifest["sources"].index(name)
+        assert (row["source"], row["texts"]) == (name, int(own.sum()))
+        assert row["answer_tokens"] == int((texts.lengths - texts.prompt_lengths)[own].sum())
+    assert sum(row["prompts"] for row in manifest["mix"][1:]) == MIXED.num_tasks
+    assert not tasks_that_failed(manifest["mix"])
+
+
+def test_a_conversation_goes_on_behind_its_own_answer(mixed: Path) -> None:
+    texts, tokenizer = synthesis.read_responses(mixed), chat_tokenizer()
+    talks = [texts.slice(index, index + 1) for index in range(len(texts)) if int(texts.sources[index]) == 2]
+    prompts = [tokenizer.decode(row.token_ids[: int(row.prompt_lengths[0])].tolist()) for row in talks]
+    answered = [tokenizer.decode(row.answer_ids(0, 1000)) for row in talks]
+    turns = [prompt.count("Q ") for prompt in prompts]  # the tests' template writes it before every message
+    assert {1, 3} <= set(turns) <= {1, 3, 5}
+    for place, count in enumerate(turns):
+        if count > 1:
+            assert turns[place - 1] == count - 2, "turn by turn"
+            assert prompts[place].startswith(prompts[place - 1].removesuffix("A ") + "Q " + answered[place - 1])
+
+
+def test_an_interrupted_mix_goes_on_where_it_stopped(tmp_path: Path, mixed: Path) -> None:
+    class StopError(Exception):
+        pass
+
+    def stop_at_answers(what: str, done: int, total: int) -> None:
+        if "shard 1" in what:
+            raise StopError
+
+    with pytest.raises(StopError):
+        synthesize(MIXED, chat_target(), tmp_path / "data", stop_at_answers, make_templates(tmp_path))
+    synthesize(MIXED, chat_target(), tmp_path / "data", ignore, make_templates(tmp_path))
+    assert contents(tmp_path / "data") == contents(mixed)
+
+
+def test_other_templates_are_refused(tmp_path: Path, mixed: Path) -> None:
+    other = make_templates(tmp_path, lists={"thing": ["e"]})
+    with pytest.raises(InputError, match=r"belongs to another run: templates\.sha256 is '\w+' there and '\w+' here"):
+        synthesize(MIXED, chat_target(), mixed, ignore, other)
+
+
+def test_materials_that_share_words_with_a_test_set_are_left_out(tmp_path: Path, mixed: Path) -> None:
+    passages = json.loads((mixed / MATERIALS_FILE).read_text())["passage"]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in passages))
+    config = replace(MIXED, excluded_files=(str(tmp_path / "test.jsonl"),))
+    with pytest.raises(InputError, match="all texts of material 'passage' share words with an excluded prompt"):
+        synthesize(config, chat_target(), tmp_path / "data", ignore, make_templates(tmp_path))
+
+
+def test_tasks_alone(tmp_path: Path) -> None:
+    config = replace(MIXED, num_written=0, num_tasks=12)
+    synthesize(config, chat_target(), tmp_path / "data", ignore, make_templates(tmp_path))
+    manifest = read_manifest(tmp_path / "data")
+    assert manifest is not None and manifest["mix"][0]["texts"] == 0 and manifest["num_texts"] > 0
+
+
+def test_a_task_that_the_target_cannot_follow_is_named() -> None:
+    rows = [{"source": "a", "prompts": 100, "texts": 9}, {"source": "b", "prompts": 100, "texts": 10}]
+    assert tasks_that_failed([*rows, {"source": "c", "prompts": 15, "texts": 0}]) == ["a"]
+
+
+def test_no_answer_is_long_enough(tmp_path: Path) -> None:
+    config = replace(CONFIG, min_answer_length=60)
+    with pytest.raises(InputError, match=r"none of \d+ answers has 60 tokens before it repeats"):
+        synthesize(config, chat_target(), tmp_path, ignore)

@@ -14,8 +14,11 @@ from blockpilot.core.errors import BlockPilotError, InputError
 from blockpilot.training.checkpoints import CHECKPOINT, LOG, TrainingStoppedError, read_log
 from blockpilot.training.distributed import Group
 from blockpilot.training.drafter_run import DrafterRun
+from blockpilot.training.responses import Response, ResponseSet
 from blockpilot.training.trainer import Trainer
 from tests.unit.training.pieces import ignore, make_objective, make_trainer
+
+LENGTHS = [6, 7, 8, 12, 14, 16, 20, 30, 32, 40, 48, 60] * 3
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -204,29 +207,21 @@ def test_an_evaluation_that_was_cut_short_is_made_up_for(tmp_path: Path) -> None
     assert (tmp_path / LOG).stat().st_size == size, "a finished run has nothing to do"
 
 
-def test_data_order_is_a_function_of_the_seed(tmp_path: Path) -> None:
-    one, same, other = (make_trainer(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
-    orders = [[t._indices(step).tolist() for step in range(12)] for t in (one, same, other)]
-    assert orders[0] == orders[1] != orders[2]
-    for epoch in (orders[0][:6], orders[0][6:]):
-        assert sorted(index for batch in epoch for index in batch) == list(range(24)), "an epoch shows every text once"
-    assert torch.equal(one._uniform(3), same._uniform(3))
-    assert not torch.equal(one._uniform(3), one._uniform(4))
-
-
-def test_processes_share_a_step(tmp_path: Path) -> None:
-    whole = make_trainer(tmp_path / "whole")
-    parts = [make_trainer(tmp_path / str(rank), group=Group(rank, 2)) for rank in range(2)]
-    assert torch.stack([part._indices(5) for part in parts], 1).flatten().equal(whole._indices(5))
-    assert torch.stack([part._uniform(5) for part in parts], 1).flatten(0, 1).equal(whole._uniform(5))
+def test_every_process_has_texts(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--batch-size 4 must be a multiple of the 3 processes"):
         make_trainer(tmp_path / "three", group=Group(0, 3))
 
 
-def test_fewer_texts_than_a_batch_repeat(tmp_path: Path) -> None:
-    indices = make_trainer(tmp_path, batch_size=60)._indices(0)
-    assert len(indices) == 60
-    assert set(indices.tolist()) == set(range(24))
+def test_texts_of_all_lengths_train_together(tmp_path: Path) -> None:
+    texts = ResponseSet.from_responses(Response([7 + place % 30] * length, 4) for place, length in enumerate(LENGTHS))
+    options = {"width": 16, "max_width": 48, "blocks": 4, "batch_size": 6, "steps": 12}
+    straight = make_trainer(tmp_path / "straight", make_objective(), texts, **options)
+    straight.run(ignore)
+    with pytest.raises(TrainingStoppedError):
+        make_trainer(tmp_path / "resumed", make_objective(), texts, **options).run(StopAt(6, interrupt))
+    resumed = make_trainer(tmp_path / "resumed", make_objective(), texts, **options)
+    resumed.run(ignore)
+    assert_same_run(resumed, straight)
 
 
 def test_the_log_is_strict_json(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""Prompts of eight kinds that no drafter or pilot of ours has been trained on: one file for each kind.
+"""Prompts to judge by that nothing of ours is trained on: eight kinds of tasks, one file each.
 
-    python recipes/make_unseen_prompts.py --out DIR
-    blockpilot bench --split all --prompts DIR/translate.jsonl --prompts DIR/summarise.jsonl ...
+    python recipes/make_kind_prompts.py --out DIR [--kinds recipes/everyday_kinds.json]
+    blockpilot bench --split all --prompts DIR/poem.jsonl --prompts DIR/sql.jsonl ...
 
-What they are made of stands in `unseen_kinds.json`. It was written before anything was trained for such text, and is
-kept out of training text, templates and calibration.
+What they are made of stands in `unseen_kinds.json`: kinds that no task template has. `everyday_kinds.json` has kinds
+that templates cover in other words. The passages of both are kept out of training text, templates and calibration.
 """
 
 import argparse
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from blockpilot.core.errors import BlockPilotError
-from blockpilot.core.files import ensure_folder, write_text
+from blockpilot.core.files import ensure_folder, read_bytes, write_text
 from blockpilot.core.reading import decode_json
 
-SOURCE = Path(__file__).parent / "unseen_kinds.json"
+UNSEEN = Path(__file__).parent / "unseen_kinds.json"
 NUM_OTHERS = 4  # passages around the one that is asked for
 
 
@@ -36,13 +36,15 @@ def make_prompts(source: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    out = parser.parse_args().out
+    parser.add_argument("--kinds", type=Path, default=UNSEEN, metavar="FILE")
+    arguments = parser.parse_args()
+    out, kinds = arguments.out, arguments.kinds
     try:
         ensure_folder(out)
-        for kind, prompts in make_prompts(decode_json(SOURCE.read_bytes(), dict[str, Any], str(SOURCE))).items():
+        for kind, prompts in make_prompts(decode_json(read_bytes(kinds), dict[str, Any], str(kinds))).items():
             write_text(out / f"{kind}.jsonl", "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in prompts))
     except BlockPilotError as error:
-        print(f"make_unseen_prompts.py: error: {error}", file=sys.stderr)
+        print(f"make_kind_prompts.py: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -41,14 +41,15 @@ class BlockCodes:
         )
 
     @classmethod
-    def quantize(cls, weight: Floats) -> "BlockCodes":
-        """Round float weights to 8 bits. For drafters: what they propose is checked anyway.
+    def quantize(cls, weight: Floats, *, bits: int = 8) -> "BlockCodes":
+        """Round float weights to 8 bits, or fewer. For drafters: what they propose is checked anyway.
 
         Scales are bfloat16 numbers: the largest weight of a block still rounds to 127 of them, and products of 7 and 8
         bits are exact in float32, so rounding what this gives once more changes nothing.
         """
-        blocks = weight.reshape(len(weight), -1, BLOCK)
-        return cls._round(blocks, torch.from_numpy(_top(blocks) / np.float32(127)).bfloat16().float().numpy())
+        blocks, most = weight.reshape(len(weight), -1, BLOCK), 2 ** (bits - 1) - 1
+        scales = torch.from_numpy(_top(blocks) / np.float32(most)).bfloat16().float().numpy()
+        return cls._round(blocks, scales, most)
 
     @classmethod
     def quantize_q8_0(cls, weight: Floats) -> "BlockCodes":
@@ -57,9 +58,9 @@ class BlockCodes:
         return cls._round(blocks, (_top(blocks) / np.float32(127)).astype(np.float16).astype(np.float32))
 
     @classmethod
-    def _round(cls, blocks: Floats, scales: Floats) -> "BlockCodes":
+    def _round(cls, blocks: Floats, scales: Floats, most: int = 127) -> "BlockCodes":
         codes = np.rint(blocks / np.maximum(scales, np.float32(1e-30))[..., None])
-        return cls(np.clip(codes, -127, 127).astype(np.int8).reshape(len(blocks), -1), scales)
+        return cls(np.clip(codes, -most, most).astype(np.int8).reshape(len(blocks), -1), scales)
 
     @property
     def form(self) -> tuple[int, bool, bool]:
@@ -78,6 +79,22 @@ class BlockCodes:
         if self.offsets is not None:
             blocks = blocks + self.offsets[..., None]
         return blocks.reshape(self.codes.shape).astype(np.float32)
+
+
+def pack_six_bits(codes: NDArray[np.int8]) -> Bytes:
+    """Codes of -32 .. 31 [rows, K] as bytes [rows, K * 3 / 4]: of each 32 their low nibbles, then their high pairs."""
+    blocks = (codes + np.int8(32)).view(np.uint8).reshape(len(codes), -1, BLOCK)
+    low, high = blocks & 15, blocks >> 4
+    nibbles = low[..., :16] | low[..., 16:] << 4
+    pairs = high[..., :8] | high[..., 8:16] << 2 | high[..., 16:24] << 4 | high[..., 24:] << 6
+    return np.concatenate((nibbles, pairs), axis=-1).reshape(len(codes), -1)
+
+
+def unpack_six_bits(packed: Bytes) -> NDArray[np.int8]:
+    blocks = packed.reshape(len(packed), -1, BLOCK * 3 // 4)
+    pairs = np.concatenate([blocks[..., 16:] >> np.uint8(shift) & 3 for shift in (0, 2, 4, 6)], axis=-1)
+    codes = (_nibbles(blocks[..., :16]) | pairs << 4).view(np.int8) - np.int8(32)
+    return codes.reshape(len(packed), -1)
 
 
 def join_parts(parts: Sequence[BlockCodes]) -> tuple[BlockCodes, ...]:

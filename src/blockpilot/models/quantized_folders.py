@@ -21,8 +21,9 @@ from blockpilot.models.config import DecoderConfig
 from blockpilot.models.packing import require_kernels, require_packable
 from blockpilot.models.tensor_files import (
     CODES,
-    METADATA,
     SCALES,
+    STORAGE,
+    STORAGES,
     SafetensorsFolder,
     read_safetensors_folder,
     write_safetensors_folder,
@@ -54,7 +55,7 @@ def _write(folder: Path, config: DecoderConfig, place: Path) -> None:
     coded = {source.name for name, row in table.items() if is_coded(name) for source in row}
     if not config.is_tied:
         coded -= {source.name for source in table["embed_tokens.weight"]}
-    write_safetensors_folder(place, _pack(tensors, coded, str(folder)), metadata=METADATA)
+    write_safetensors_folder(place, _pack(tensors, coded, str(folder)), metadata={STORAGE: STORAGES[8]})
     write_list(place)  # last: without it nothing counts
 
 

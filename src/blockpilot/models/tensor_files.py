@@ -3,10 +3,11 @@
 Reading is lazy: opening a folder reads only the headers, and a tensor leaves the disk when it is asked for, so a model
 never lies in memory twice. Writing splits large models over several files with the index that the ecosystem expects.
 
-Drafters ship at half the size of bfloat16: a matrix `name` [rows, K] is kept as `name.codes` (int8 [rows, K]) and
-`name.scales` (bfloat16 [rows, K / 32]), weight = code * scale, one scale per 32 neighbours of a row. Everything else
-(norms, convolution bases, ids) stays as it is. The file's own metadata says so, so that no foreign tensor is taken for
-codes. They are read as the float32 weights that they stand for; rounding those again gives the same codes, bit for bit
+Drafters ship at half the size of bfloat16, or less: a matrix `name` [rows, K] is kept as `name.codes` and
+`name.scales` (bfloat16 [rows, K / 32]), weight = code * scale, one scale per 32 neighbours of a row. Codes have 8 bits
+(int8 [rows, K]) or 6 (uint8 [rows, K * 3 / 4], `pack_six_bits`). Everything else (norms, convolution bases, ids) stays
+as it is. The file's own metadata says so, so that no foreign tensor is taken for codes. They are read as the float32
+weights that they stand for; rounding those again to as many bits gives the same codes, bit for bit
 (`BlockCodes.quantize`). `recipes/pack_drafter.py` writes such files.
 """
 
@@ -23,14 +24,13 @@ from torch import Tensor
 from blockpilot.core.errors import InputError
 from blockpilot.core.files import MEGABYTE, announce_read, atomic_path, ensure_folder, remove_for_good, write_text
 from blockpilot.core.reading import read_json
-from blockpilot.models.block_codes import BLOCK, BlockCodes
+from blockpilot.models.block_codes import BLOCK, BlockCodes, unpack_six_bits
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 * 10**9
 STORAGE = "blockpilot_storage"
-INT8_BLOCKS = "int8-blocks-32"
-METADATA = {STORAGE: INT8_BLOCKS}  # this key alone: several are written in any order, and files would differ
+STORAGES = {8: "int8-blocks-32", 6: "int6-blocks-32"}  # by the bits of a code
 CODES, SCALES = ".codes", ".scales"
 MAX_NAME = 256
 MAX_INDEX_BYTES = 64 * MEGABYTE
@@ -67,7 +67,8 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         """Without reading the tensor."""
         _, handle, stored = self._sources[name]
-        return tuple(handle.get_slice(stored[0]).get_shape())
+        shape = tuple(handle.get_slice(stored[-1]).get_shape())
+        return shape if len(stored) == 1 else (*shape[:-1], shape[-1] * BLOCK)
 
     def _read(self, name: str) -> list[Tensor]:
         from safetensors import SafetensorError
@@ -109,8 +110,9 @@ def _stored_names(names: list[str], metadata: dict[str, str], where: str) -> dic
     storage = metadata.get(STORAGE)
     if storage is None:
         return {name: [name] for name in names}
-    if storage != INT8_BLOCKS:
-        raise InputError(f"{where}: {STORAGE} {storage[:MAX_NAME]!r} is not known (only {INT8_BLOCKS!r})")
+    if storage not in STORAGES.values():
+        known = " and ".join(map(repr, STORAGES.values()))
+        raise InputError(f"{where}: {STORAGE} {storage[:MAX_NAME]!r} is not known (only {known})")
     plain = {name: [name] for name in names if not name.endswith((CODES, SCALES))}
     packed = [name.removesuffix(CODES) for name in names if name.endswith(CODES)]
     scaled = {name.removesuffix(SCALES) for name in names if name.endswith(SCALES)}
@@ -121,11 +123,13 @@ def _stored_names(names: list[str], metadata: dict[str, str], where: str) -> dic
 
 
 def _join(codes: Tensor, scales: Tensor, *, where: str) -> BlockCodes:
-    """The codes [rows, K] of a matrix and their scales."""
-    is_matrix = codes.dtype == torch.int8 and scales.dim() == 2 and scales.is_floating_point()
-    if not is_matrix or codes.shape != (len(scales), scales.shape[1] * BLOCK):
+    """The codes of a matrix [rows, K], as they are stored, and their scales."""
+    bytes_of_block = {torch.int8: BLOCK, torch.uint8: BLOCK * 3 // 4}.get(codes.dtype, 0)
+    is_matrix = bytes_of_block and scales.dim() == 2 and scales.is_floating_point()
+    if not is_matrix or codes.shape != (len(scales), scales.shape[1] * bytes_of_block):
         raise InputError(f"{where}: codes {list(codes.shape)} and scales {list(scales.shape)} do not belong together")
-    return BlockCodes(codes.numpy(), scales.float().numpy())
+    plain = codes.numpy() if codes.dtype == torch.int8 else unpack_six_bits(codes.numpy())
+    return BlockCodes(plain, scales.float().numpy())
 
 
 def read_safetensors_folder(folder: Path) -> SafetensorsFolder:

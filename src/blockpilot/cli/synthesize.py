@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     templates_help = "task templates (JSON; default: those that ship, see docs/training.md)"
     add("--templates", type=Path, metavar="FILE", help=templates_help)
     add("--prompts", action="append", default=[], metavar="FILE", help=prompts_help)
+    add_option(parser, "--answers", 1, "answers to each prompt of a file; those after the first are sampled")
     exclude_help = "leave out prompts that share 13 words in a row with one of this file (a test set); repeatable"
     add("--exclude", action="append", default=[], metavar="FILE", help=exclude_help)
     add_option(parser, "--temperatures", "0,0,0,0.8", "each answer draws one of these", metavar="T,T,...")
@@ -46,8 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("nothing to answer: give --num-prompts, --tasks or --prompts FILE")
     if arguments.templates is not None and not arguments.tasks:
         raise InputError("--templates without a number of prompts to make of them: give --tasks N, too")
-    require_at_least(arguments, num_prompts=0, tasks=0, max_length=32, max_answer=8, rows=0, shard_size=1, seed=0)
+    require_at_least(
+        arguments, num_prompts=0, tasks=0, max_length=32, max_answer=8, answers=1, rows=0, shard_size=1, seed=0
+    )
     bounds = {"num_prompts": 2**27, "tasks": 2**24, "max_length": 2**16, "max_answer": 2**16, "rows": 2**16}
+    bounds["answers"] = 2**10
     require_at_most(arguments, **bounds, shard_size=2**20, seed=2**31 - 1)
     templates = Templates.read(arguments.templates or SHIPPED) if arguments.tasks else None
     config = SynthesisConfig(
@@ -56,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         starts=tuple(arguments.start) or ("",),
         prompt_files=tuple(arguments.prompts),
         excluded_files=tuple(arguments.exclude),
+        num_answers=arguments.answers,
         num_tasks=arguments.tasks,
         temperatures=_read_temperatures(arguments.temperatures),
         max_length=arguments.max_length,

@@ -10,10 +10,11 @@ go on for some turns; each turn is a text of its own.
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 from blockpilot.core.device import is_out_of_memory
 from blockpilot.core.errors import BlockPilotError, InputError
@@ -31,7 +32,7 @@ from blockpilot.training.templates import Templates
 from blockpilot.training.writing import Writer
 
 PROMPTS_FILE, MATERIALS_FILE = "prompts.json", "materials.json"
-PROMPTS = "prompts"  # the source of all texts that are no task's
+FILES, WRITTEN = "files", "written"  # sources; the others are tasks
 _MAX_PROMPT_BYTES = 2**32
 _ENOUGH_PROMPTS = 16  # to judge a task by
 _ADVICE = "delete it with the shards beside it"
@@ -44,6 +45,7 @@ class SynthesisConfig:
     starts: tuple[str, ...] = ("",)  # first words of written prompts, in turn; "" leaves all to the target
     prompt_files: tuple[str, ...] = ()
     excluded_files: tuple[str, ...] = ()  # prompts that share 13 words in a row with one of these are left out
+    num_answers: int = 1  # to each prompt of a file; those after the first are sampled
     num_tasks: int = 0  # prompts made from task templates
     temperatures: tuple[float, ...] = (0.0, 0.0, 0.0, 0.8)  # each prompt draws one of these
     max_length: int = 448  # prompt and answer together
@@ -69,6 +71,21 @@ def synthesize(
         raise BlockPilotError("out of memory: lower --rows and give the same command again to go on") from error
 
 
+class _Prompts(TypedDict):
+    """Token ids of prompts, as they are kept on disk."""
+
+    files: list[list[Count]]
+    written: list[list[Count]]
+
+
+class _Asked(NamedTuple):
+    """An answer to be asked for: to a prompt of a file (kind 0), a written one (1), or a task's (2)."""
+
+    kind: int
+    number: int
+    temperature: float
+
+
 @dataclass(frozen=True)
 class _Job:
     """An answer to be written."""
@@ -87,7 +104,7 @@ class _Synthesis:
         self.config, self.target, self.out, self.templates = config, target, out, templates
         self.tokenizer = target.tokenizer
         self.writer = Writer(target, config.num_rows, report)
-        self.sources = [PROMPTS, *(task.name for task in templates.tasks)] if templates else [PROMPTS]
+        self.sources = [FILES, WRITTEN, *(task.name for task in templates.tasks)] if templates else [FILES, WRITTEN]
         self.identity: dict[str, Any] = {"config": json.loads(json.dumps(asdict(config)))}
         if templates is not None:
             text = json.dumps(templates.as_plain(), sort_keys=True)
@@ -97,59 +114,74 @@ class _Synthesis:
         open_run(self.out, self.identity, free=("num_rows",))  # memory may not allow as many rows as before
         prompts = self._load_or_write_prompts(self.out / PROMPTS_FILE)
         materials = self._load_or_write_materials(self.out / MATERIALS_FILE)
-        config = self.config
-        places = list(range(len(prompts) + config.num_tasks))
-        random.Random(config.seed).shuffle(places)
-        temperatures = random.Random(config.seed).choices(config.temperatures, k=len(places))
-        num_shards = -(-len(places) // config.shard_size)
+        size, asked = self.config.shard_size, self._plan(prompts)
+        num_shards = -(-len(asked) // size)
         for index in range(num_shards):
-            share = slice(index * config.shard_size, (index + 1) * config.shard_size)
             if not shard_path(self.out, index).is_file():
-                jobs = self._jobs(places[share], temperatures[share], prompts, materials)
+                jobs = self._jobs(asked[index * size : (index + 1) * size], prompts, materials)
                 write_shard(shard_path(self.out, index), self._answer(jobs, index))
         texts = read_responses(self.out)
         if not len(texts):
-            raise InputError(f"none of {len(places)} answers has {config.min_answer_length} tokens before it repeats")
+            least = self.config.min_answer_length
+            raise InputError(f"none of {len(asked)} answers has {least} tokens before it repeats")
         counts = {"num_texts": len(texts), "num_answer_tokens": texts.num_answer_tokens, "num_shards": num_shards}
-        summary = {"sources": self.sources, "mix": self._mix(texts, len(prompts))}
+        summary = {"sources": self.sources, "mix": self._mix(texts, asked)}
         write_manifest(self.out, {**self.identity, "is_complete": True, **counts, **summary})
 
-    def _mix(self, texts: ResponseSet, num_prompts: int) -> list[dict[str, Any]]:
+    def _plan(self, prompts: _Prompts) -> list[_Asked]:
+        """Everything to be answered, shuffled; the same whenever it is asked for."""
+        config, draw = self.config, random.Random(self.config.seed)
+        warm = [value for value in config.temperatures if value] or [max(config.temperatures)]
+        numbers = {0: range(len(prompts["files"])), 1: range(len(prompts["written"])), 2: range(config.num_tasks)}
+        plan = [_Asked(kind, number, draw.choice(config.temperatures)) for kind, of in numbers.items() for number in of]
+        plan += [_Asked(0, number, draw.choice(warm)) for _ in range(config.num_answers - 1) for number in numbers[0]]
+        draw.shuffle(plan)
+        return plan
+
+    def _mix(self, texts: ResponseSet, asked: Sequence[_Asked]) -> list[dict[str, Any]]:
         """What the texts are made of, source by source."""
-        asked = [num_prompts, *([0] * (len(self.sources) - 1))]
-        if self.templates is not None:
-            for index in range(self.config.num_tasks):
-                asked[1 + self.templates.task(self.config.seed, index)] += 1
+        asked_of = Counter(
+            2 + self.templates.task(self.config.seed, one.number) if one.kind == 2 and self.templates else one.kind
+            for one in asked
+        )
         answers = texts.lengths - texts.prompt_lengths
         rows = []
         for source, name in enumerate(self.sources):
             own = texts.sources == source
             count = int(own.sum())
-            row = {"source": name, "prompts": asked[source], "texts": count, "answer_tokens": int(answers[own].sum())}
+            row = {
+                "source": name,
+                "prompts": asked_of[source],
+                "texts": count,
+                "answer_tokens": int(answers[own].sum()),
+            }
             for column, values in (("mean_prompt", texts.prompt_lengths), ("mean_answer", answers)):
                 row[column] = round(float(values[own].float().mean()), 1) if count else 0.0
             rows.append(row)
         return rows
 
-    def _load_or_write_prompts(self, path: Path) -> list[list[int]]:
+    def _load_or_write_prompts(self, path: Path) -> _Prompts:
         if path.is_file():
-            return _load(path, list[list[Count]])
+            return _load(path, _Prompts)
         config = self.config
         texts = [prompt.text for name in config.prompt_files for prompt in read_prompts(Path(name))]
+        written = []
         if config.num_written:
-            texts += self.writer.write_prompts(
+            written = self.writer.write_prompts(
                 config.starts, config.num_written, most=config.max_prompt_length, seed=config.seed
             )
-        unique = self._without_excluded(list(dict.fromkeys(text.strip() for text in texts if text.strip())))
-        encoded = self.tokenizer.encode_chats([_ask(text) for text in unique])
-        kept = [ids for ids in encoded if len(ids) <= config.max_prompt_length]
-        if not kept and not config.num_tasks:
-            raise InputError(
-                f"none of {len(unique)} prompts fits into {config.max_prompt_length} tokens: raise --max-length"
-            )
-        random.Random(config.seed).shuffle(kept)
+        given = _unique(texts)
+        kept = {FILES: self._encode(given), WRITTEN: self._encode(_unique(written, given))}
+        if not any(kept.values()) and not config.num_tasks:
+            count = len(_unique([*texts, *written]))
+            raise InputError(f"none of {count} prompts fits into {config.max_prompt_length} tokens: raise --max-length")
         write_text(path, json.dumps(kept, separators=(",", ":")))
-        return kept
+        return _Prompts(files=kept[FILES], written=kept[WRITTEN])
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Those that are no test's, and not too long."""
+        encoded = self.tokenizer.encode_chats([_ask(text) for text in self._without_excluded(texts)])
+        return [ids for ids in encoded if len(ids) <= self.config.max_prompt_length]
 
     def _load_or_write_materials(self, path: Path) -> dict[str, list[str]]:
         if self.templates is None:
@@ -170,40 +202,38 @@ class _Synthesis:
         excluded = [prompt.text for name in self.config.excluded_files for prompt in read_prompts(Path(name))]
         return without_overlap(texts, excluded)
 
-    def _jobs(
-        self,
-        places: Sequence[int],
-        temperatures: Sequence[float],
-        prompts: Sequence[list[int]],
-        materials: Mapping[str, Sequence[str]],
-    ) -> list[_Job]:
-        """Of a shard, in its order; tasks come behind the prompts. Tasks whose prompts are too long are left out."""
-        config, jobs = self.config, []
-        tasks: list[int] = []
-        for place, number in enumerate(places):
-            if number < len(prompts):
-                ids = prompts[number]
-                most = min(config.max_length, len(ids) + config.max_answer_length)
-                jobs.append(_Job(place, 0, Row(ids, temperatures[place], most)))
-            else:
+    def _jobs(self, asked: Sequence[_Asked], prompts: _Prompts, materials: Mapping[str, Sequence[str]]) -> list[_Job]:
+        """Of a shard, in its order. Tasks whose prompts are too long are left out."""
+        config, jobs, tasks = self.config, [], []
+        for place, one in enumerate(asked):
+            if one.kind == 2:
                 tasks.append(place)
-        pieces = max((task.pieces[1] for task in self.templates.tasks), default=1) if self.templates else 0
-        while tasks and pieces:  # what is too long is tried again with half as many pieces
-            assert self.templates is not None
+                continue
+            ids = prompts["written" if one.kind else "files"][one.number]
+            most = min(config.max_length, len(ids) + config.max_answer_length)
+            jobs.append(_Job(place, one.kind, Row(ids, one.temperature, most)))
+        if tasks and self.templates is not None:
+            jobs += self._task_jobs({place: asked[place] for place in tasks}, self.templates, materials)
+        return sorted(jobs, key=lambda job: job.place)
+
+    def _task_jobs(
+        self, asked: Mapping[int, _Asked], templates: Templates, materials: Mapping[str, Sequence[str]]
+    ) -> Iterator[_Job]:
+        """By their places in the shard. What is too long is tried again with half as many pieces."""
+        left, pieces = list(asked), max(task.pieces[1] for task in templates.tasks)
+        while left and pieces:
             made = [
-                self.templates.prompt(config.seed, places[place] - len(prompts), materials, most_pieces=pieces)
-                for place in tasks
+                templates.prompt(self.config.seed, asked[place].number, materials, most_pieces=pieces) for place in left
             ]
             encoded = self.tokenizer.encode_chats([_ask(prompt.text) for prompt in made])
-            left = []
-            for place, prompt, ids in zip(tasks, made, encoded, strict=True):
-                if len(ids) > config.max_prompt_length:
-                    left.append(place)
+            too_long = []
+            for place, prompt, ids in zip(left, made, encoded, strict=True):
+                if len(ids) > self.config.max_prompt_length:
+                    too_long.append(place)
                     continue
-                row = Row(ids, temperatures[place], self._most_tokens(prompt.task, ids))
-                jobs.append(_Job(place, 1 + prompt.task, row, _ask(prompt.text), prompt.then))
-            tasks, pieces = left, pieces // 2
-        return sorted(jobs, key=lambda job: job.place)
+                row = Row(ids, asked[place].temperature, self._most_tokens(prompt.task, ids))
+                yield _Job(place, 2 + prompt.task, row, _ask(prompt.text), prompt.then)
+            left, pieces = too_long, pieces // 2
 
     def _most_tokens(self, task: int, ids: Sequence[int]) -> int:
         assert self.templates is not None
@@ -234,9 +264,15 @@ class _Synthesis:
         jobs = []
         for (job, _), chat, ids in zip(whole, chats, self.tokenizer.encode_chats(chats), strict=True):
             if len(ids) <= self.config.max_prompt_length:
-                row = Row(ids, job.row.temperature, self._most_tokens(job.source - 1, ids))
+                row = Row(ids, job.row.temperature, self._most_tokens(job.source - 2, ids))
                 jobs.append(_Job(job.place, job.source, row, chat, job.then[1:]))
         return jobs
+
+
+def _unique(texts: Iterable[str], known: Iterable[str] = ()) -> list[str]:
+    """Without blanks around them, doubles, and those that are known."""
+    found, left_out = dict.fromkeys(text.strip() for text in texts), {"", *known}
+    return [text for text in found if text not in left_out]
 
 
 def _ask(text: str) -> list[Message]:

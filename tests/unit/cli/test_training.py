@@ -54,7 +54,7 @@ def test_synthesize_shows_its_mix(target: Path, tmp_path: Path, capsys: pytest.C
     assert "mean answer" in spoken.out and "talk" in spoken.out and "warning" not in spoken.err
     assert main([*words, "--json"]) == 0
     mix = json.loads(capsys.readouterr().out)["mix"]
-    assert [(row["source"], row["prompts"]) for row in mix] == [("prompts", 0), ("talk", 8)]
+    assert [(row["source"], row["prompts"]) for row in mix] == [("files", 0), ("written", 0), ("talk", 8)]
     assert train(target, tmp_path / "data", tmp_path / "run", "--max-width", "96") == 0
 
 
@@ -93,6 +93,7 @@ def test_a_finished_run_has_nothing_to_do(
         ("synthesize", ["--num-prompts", "0"], "nothing to answer: give --num-prompts, --tasks or --prompts FILE"),
         ("synthesize", ["--templates", "gone.json"], "--templates without a number of prompts to make of them"),
         ("synthesize", ["--templates", "gone.json", "--tasks", "4"], "task templates gone.json do not exist"),
+        ("synthesize", ["--answers", "0"], "--answers must be at least 1"),
         ("synthesize", ["--tasks", "-1"], "--tasks must be at least 0"),
         ("synthesize", ["--max-answer", "7"], "--max-answer must be at least 8"),
         ("train-drafter", ["--max-width", "32"], "--max-width must be at least --width 448, got 32"),

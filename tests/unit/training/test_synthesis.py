@@ -1,7 +1,6 @@
 """The target writes its own training text: resumable, cut at loops, never two runs in one folder."""
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,10 +72,11 @@ def test_texts_are_chats_with_answers_free_of_loops(finished: Path) -> None:
 
 
 def test_texts_keep_the_order_of_their_prompts(finished: Path) -> None:
-    prompts = json.loads((finished / PROMPTS_FILE).read_text())
-    order = list(range(len(prompts)))
-    random.Random(CONFIG.seed).shuffle(order)
-    places = [order.index(prompts.index(prompt)) for prompt, _ in answers(finished)]
+    kept = json.loads((finished / PROMPTS_FILE).read_text())
+    plan = synthesis._Synthesis(CONFIG, chat_target(), finished, ignore, None)._plan(kept)
+    order = [kept["written"][one.number] for one in plan]
+    assert order != kept["written"]
+    places = [order.index(prompt) for prompt, _ in answers(finished)]
     assert places == sorted(places), "held-out texts are the last ones: they must not be the longest"
 
 
@@ -129,7 +129,7 @@ def test_prompt_files_are_deduplicated_and_starts_take_turns(tmp_path: Path, mon
     config = replace(CONFIG, num_written=0, prompt_files=(str(tmp_path / "p.txt"),))
     synthesize(config, chat_target(), tmp_path / "files", ignore)
     tokenizer = chat_tokenizer()
-    prompts = json.loads((tmp_path / "files" / PROMPTS_FILE).read_text())
+    prompts = json.loads((tmp_path / "files" / PROMPTS_FILE).read_text())["files"]
     assert sorted(map(tokenizer.decode, prompts)) == ["Q what is aA ", "Q what is bA "]
 
     def write(*starts: str) -> list[str]:
@@ -140,6 +140,20 @@ def test_prompt_files_are_deduplicated_and_starts_take_turns(tmp_path: Path, mon
     assert not all(text.startswith("Write") for text in written)
     with pytest.raises(InputError, match=r"--start 'a+' alone has 40 tokens of 32"):
         write("a" * 40)
+
+
+def test_further_answers_to_prompts_of_files_are_sampled(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("what is a\nwhat is b\n")
+    config = replace(
+        CONFIG, num_written=0, prompt_files=(str(tmp_path / "p.txt"),), num_answers=6, temperatures=(0.0, 1.0)
+    )
+    synthesize(config, chat_target(), tmp_path / "data", ignore)
+    texts = synthesis.read_responses(tmp_path / "data")
+    assert 2 < len(texts) <= 12 and set(texts.sources.tolist()) == {0}
+    assert len({tuple(answer) for _, answer in answers(tmp_path / "data")}) > 4
+    run = synthesis._Synthesis(config, chat_target(), tmp_path, ignore, None)
+    plan = run._plan(json.loads((tmp_path / "data" / PROMPTS_FILE).read_text()))
+    assert len(plan) == 12 and sum(one.temperature == 1 for one in plan) >= 10
 
 
 def test_no_prompt_fits(tmp_path: Path) -> None:
@@ -160,7 +174,7 @@ def test_no_chat_template_and_bad_prompt_file(tmp_path: Path) -> None:
 
 def test_damaged_prompts_are_named(tmp_path: Path) -> None:
     (tmp_path / PROMPTS_FILE).write_text("[1")
-    with pytest.raises(InputError, match=r"prompts.json: Expected array"):
+    with pytest.raises(InputError, match=r"prompts.json: Expected object"):
         synthesize(CONFIG, chat_target(), tmp_path, ignore)
 
 
@@ -206,27 +220,27 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_tasks_are_made_of_texts_the_target_wrote(mixed: Path) -> None:
     manifest = read_manifest(mixed)
-    assert manifest is not None and manifest["sources"] == ["prompts", "sum up", "talk"]
+    assert manifest is not None and manifest["sources"] == ["files", "written", "sum up", "talk"]
     passages = json.loads((mixed / MATERIALS_FILE).read_text())["passage"]
     texts, tokenizer = synthesis.read_responses(mixed), chat_tokenizer()
     rows = [texts.slice(index, index + 1) for index in range(len(texts))]
     prompts = [tokenizer.decode(row.token_ids[: int(row.prompt_lengths[0])].tolist()) for row in rows]
     assert all(len(row.token_ids) <= MIXED.max_length for row in rows)
-    summed = [text for text, source in zip(prompts, texts.sources, strict=True) if source == 1]
+    summed = [text for text, source in zip(prompts, texts.sources, strict=True) if source == 2]
     assert summed and all(any(passage in text for passage in passages) for text in summed)
-    talks = [text for text, source in zip(prompts, texts.sources, strict=True) if source == 2]
+    talks = [text for text, source in zip(prompts, texts.sources, strict=True) if source == 3]
     assert talks and all(text[:2] == "Q " and text[2] in "abcd" for text in talks)
     for row, name in zip(manifest["mix"], manifest["sources"], strict=True):
         own = texts.sources == manifest["sources"].index(name)
         assert (row["source"], row["texts"]) == (name, int(own.sum()))
         assert row["answer_tokens"] == int((texts.lengths - texts.prompt_lengths)[own].sum())
-    assert sum(row["prompts"] for row in manifest["mix"][1:]) == MIXED.num_tasks
+    assert sum(row["prompts"] for row in manifest["mix"][2:]) == MIXED.num_tasks
     assert not tasks_that_failed(manifest["mix"])
 
 
 def test_a_conversation_goes_on_behind_its_own_answer(mixed: Path) -> None:
     texts, tokenizer = synthesis.read_responses(mixed), chat_tokenizer()
-    talks = [texts.slice(index, index + 1) for index in range(len(texts)) if int(texts.sources[index]) == 2]
+    talks = [texts.slice(index, index + 1) for index in range(len(texts)) if int(texts.sources[index]) == 3]
     prompts = [tokenizer.decode(row.token_ids[: int(row.prompt_lengths[0])].tolist()) for row in talks]
     answered = [tokenizer.decode(row.answer_ids(0, 1000)) for row in talks]
     turns = [prompt.count("Q ") for prompt in prompts]  # the tests' template writes it before every message
@@ -269,7 +283,7 @@ def test_tasks_alone(tmp_path: Path) -> None:
     config = replace(MIXED, num_written=0, num_tasks=12)
     synthesize(config, chat_target(), tmp_path / "data", ignore, make_templates(tmp_path))
     manifest = read_manifest(tmp_path / "data")
-    assert manifest is not None and manifest["mix"][0]["texts"] == 0 and manifest["num_texts"] > 0
+    assert manifest is not None and manifest["mix"][1]["texts"] == 0 and manifest["num_texts"] > 0
 
 
 def test_a_task_that_the_target_cannot_follow_is_named() -> None:

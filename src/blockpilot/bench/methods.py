@@ -9,7 +9,8 @@ tree:N, tree:N@B    N nodes from the DFlash drafter
 best-fixed-tree     the same for some usual trees
 blockpilot          the paper's pilot: one block size per request, read off the prefill
 chain-step, step    a size, or a tree, for every step
-auto                what `generate` uses by default
+auto                what `generate` uses by default: `step` under another name, so where both are asked for it is
+                    measured once, as auto
 """
 
 import os.path
@@ -26,7 +27,7 @@ from blockpilot.pilots.registry import load_pilot
 from blockpilot.replay.trace_files import shipped_traces
 
 DEFAULT_METHODS: tuple[str, ...] = ("ar", "ngram", "eagle3", "eagle3-tree", "dflash:4", "dflash:8", "dflash:16")
-DEFAULT_METHODS += ("dflash:32", "best-fixed", "tree:15", "blockpilot", "chain-step", "step", "auto")
+DEFAULT_METHODS += ("dflash:32", "best-fixed", "tree:15", "blockpilot", "chain-step", "auto")
 _USUAL_SIZES = {  # checks are cheap on a GPU; EAGLE-3's on a CPU were the best of several on calibration prompts
     "ngram": {"cpu": "4", "cuda": "8"},
     "eagle3": {"cpu": "6", "cuda": "8"},
@@ -50,6 +51,8 @@ def parse_methods(
 ) -> tuple[Method, ...]:
     """The methods by name, each once, plain decoding first."""
     unique = dict.fromkeys(["ar", *names])
+    if "auto" in unique:
+        unique.pop("step", None)
     return tuple(_parse(name, device_type(device), target, pilot_folder) for name in unique)
 
 

@@ -14,7 +14,7 @@ def parse(*names: str, device: str = "cpu", **options: Path) -> dict[str, tuple[
 
 
 def test_names_become_drafters_and_pilots() -> None:
-    assert parse("auto", "dflash:8", "ngram", "eagle3:6", "eagle3-tree", "tree:7@4", "step", "best-fixed") == {
+    assert parse("auto", "dflash:8", "ngram", "eagle3:6", "eagle3-tree", "tree:7@4", "chain-step", "best-fixed") == {
         "ar": ("none", "ar"),
         "auto": ("dflash", "auto"),
         "dflash:8": ("dflash", "fixed:8"),
@@ -22,10 +22,16 @@ def test_names_become_drafters_and_pilots() -> None:
         "eagle3:6": ("eagle3", "fixed:6"),
         "eagle3-tree": ("eagle3", "tree:6@4"),
         "tree:7@4": ("dflash", "tree:7@4"),
-        "step": ("dflash", "step"),
+        "chain-step": ("dflash", "chain-step"),
         "best-fixed": ("dflash", ""),
     }
     assert parse("eagle3", device="cuda:0")["eagle3"] == ("eagle3", "fixed:8")
+
+
+def test_one_pilot_under_two_names_is_measured_once() -> None:
+    assert parse("step") == {"ar": ("none", "ar"), "step": ("dflash", "step")}
+    assert parse("step", "auto") == parse("auto", "step") == parse("auto")
+    assert "step" not in DEFAULT_METHODS
 
 
 @pytest.mark.parametrize(

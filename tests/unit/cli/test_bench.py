@@ -72,7 +72,7 @@ def test_the_papers_method_is_left_out_by_default_where_it_was_not_trained(
     assert (
         "left out: method blockpilot needs a trained pilot" in spoken.err and "train-pilot --kind prefill" in spoken.err
     )
-    assert "blockpilot" not in spoken.out and "chain-step, step, auto" in spoken.out
+    assert "blockpilot" not in spoken.out and "chain-step, auto" in spoken.out
 
 
 @pytest.mark.parametrize("more", [[], ["--quick"]])

@@ -67,8 +67,11 @@ class Study:
         if self.trained not in self.sizes:
             raise InputError(f"the traces lack the trained block size {self.trained}: collect with --sizes")
         self.train, self.test = (SizeTable.of(traces, (1, *self.sizes)) for traces in (train, test))
-        self.train_inputs, self.test_inputs = (PrefillInputs.of(traces, device) for traces in (train, test))
-        self.variants = list_variants(self.sizes, self.trained, num_steps=num_steps, shrink=shrink)
+        self.train_inputs, self.test_inputs = (PrefillInputs(traces, device) for traces in (train, test))
+        has_logits = self.train_inputs.has_logits and self.test_inputs.has_logits
+        self.variants = list_variants(
+            self.sizes, self.trained, num_steps=num_steps, shrink=shrink, has_logits=has_logits
+        )
 
     def rows(self, manifest: dict[str, Any], part: str) -> Iterator[dict[str, Any]]:
         if part != "walks":

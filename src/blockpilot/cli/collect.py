@@ -50,6 +50,8 @@ def _add_record_options(group: options.Options) -> None:
     anchors_help = "every, or visited: draft only where a fixed chain of each size stands; cheap sweeps"
     options.add_option(group, "--anchors", "every", anchors_help, metavar="WHICH")
     options.add_option(group, "--precision", "float16", "of stored numbers: float16 or float32", metavar="PRECISION")
+    logits_help = "keep all logits of the first token, 2 bytes for each token of the vocabulary: the paper's pilot "
+    group.add_argument("--whole-logits", action="store_true", help=logits_help + "is trained on them")
     shard_help = "prompts per file; an interrupted run loses at most one file (default: 16 on a CPU, 64 on a GPU)"
     group.add_argument("--shard-size", type=int, metavar="N", help=shard_help)
 

@@ -1,0 +1,130 @@
+"""The paper's tables end to end on tiny models, piece by piece; its claims on made-up rows."""
+
+import json
+import re
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import paper_tables
+import pytest
+from paper_study import running
+from paper_study.plan import Stage
+from paper_study.running import StageError, run_stages
+
+from blockpilot.cli.main import main
+from blockpilot.models.dflash_format import save_dflash
+from tests.tiny import make_dflash
+from tests.unit.training.pieces import save_target
+
+TASKS = {"gsm8k": "gsm8k_test", "mt_bench": "mt_bench"}
+
+
+def write_prompts(path: Path, name: str, count: int) -> Path:
+    lines = [json.dumps({"id": f"{name}{place}", "prompt": f"{name} {place}", "answer": "7"}) for place in range(count)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("study")
+    save_target(folder / "target")
+    save_dflash(make_dflash(), folder / "drafter")
+    (folder / "data").mkdir()
+    for name, file in TASKS.items():
+        write_prompts(folder / "data" / f"{file}.jsonl", name, 8)
+    write_prompts(folder / "copa.jsonl", "copa", 10)
+    return folder
+
+
+def words(folder: Path, out: Path, *more: str) -> list[str]:
+    pair = ["--target", str(folder / "target"), "--drafter", str(folder / "drafter"), "--data", str(folder / "data")]
+    small = ["--tasks", ",".join(TASKS), "--sizes", "4-12,16,32", "--num-prompts", "2", "--replay-prompts", "4"]
+    small += ["--max-new-tokens", "72", "--temperatures", "0,1", "--quick"]
+    return [*pair, *small, "--pilot-prompts", str(folder / "copa.jsonl"), "--out", str(out), *more]
+
+
+def run_here(words: Sequence[str], seconds: float | None) -> bool:
+    """As a process of its own would."""
+    if words[:2] == ("-m", "blockpilot"):
+        assert main(words[2:]) == 0
+    else:
+        before = sys.argv
+        sys.argv = list(words)
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        finally:
+            sys.argv = before
+    return True
+
+
+def test_a_study_goes_on_where_it_stopped_and_judges_every_claim(
+    folder: Path, tmp_path: Path, model_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, done = tmp_path / "out", []
+
+    def run_some(words: Sequence[str], seconds: float | None) -> bool:
+        done.append(words)
+        return len(done) != 4 and run_here(words, seconds)
+
+    monkeypatch.setattr(running, "run_command", run_some)
+    assert run(folder, out, monkeypatch) == paper_tables.TIME_IS_UP
+    report = (out / "report.md").read_text(encoding="utf-8")
+    assert "Table 2 is not finished for T = 0, T = 1." in report and "(T = 0): not testable here." in report
+    assert run(folder, out, monkeypatch) == 0
+    assert len(done) == 4 + 9 and done[3] == done[4]  # two temperatures of five stages, scores, the network
+    report = (out / "report.md").read_text(encoding="utf-8")
+    for part in ("## Table 2", "| **dflash:4** |", "Task scores, T = 0", "### 3a, T = 1", "### Table 1, T = 0"):
+        assert part.replace("**", "") in report.replace("**", ""), part
+    assert "**Lossless acceleration: confirmed.** 0 mismatches" in report
+    assert "Qwen3-4B | 1 | 1.70x | 2.88 | 3.80x" in report and "![Figures 3a to 3c](figure_3_t0.svg)" in report
+    assert "no row of both" in report and "EAGLE-3 is left out" in report
+    assert "copa.jsonl. Whether the drafter was, too, was not checked" in report
+    assert (out / "bench-report" / "report.html").is_file()
+    count = len(done)
+    assert run(folder, out, monkeypatch, "--report") == 0 and len(done) == count
+    assert (out / "report.md").read_text(encoding="utf-8") == report
+
+
+def run(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> Any:
+    monkeypatch.setattr("sys.argv", ["paper_tables.py", *words(folder, out, *more)])
+    with pytest.raises(SystemExit) as ended:
+        paper_tables.main()
+    return ended.value.code
+
+
+def test_what_is_wrong_is_one_line_before_anything_runs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(running, "run_command", lambda *_: False)
+    out = tmp_path / "out"
+    assert run(folder, out, monkeypatch) == paper_tables.TIME_IS_UP
+    bad: dict[str, list[str]] = {
+        "belongs to another run: max_new_tokens is 72 there and 80 here": ["--max-new-tokens", "80"],
+        "prompt file no.jsonl does not exist": ["--pilot-prompts", "no.jsonl"],
+        "task aime24: .* holds no aime24.jsonl.gz": ["--tasks", "aime24"],
+        "unknown task 'x'": ["--tasks", "x"],
+    }
+    for line, more in bad.items():
+        caplog.clear()
+        assert run(folder, out, monkeypatch, *more) == 2
+        assert len(caplog.messages) == 1
+        assert caplog.messages[0].startswith("paper_tables: ") and len(caplog.messages[0].splitlines()) == 1
+        assert re.search(line, caplog.messages[0]), caplog.messages[0]
+    assert run(folder, folder / "data", monkeypatch) == 2 and "holds other files" in caplog.messages[-1]
+
+
+def test_a_stage_that_takes_too_long_is_stopped_and_a_broken_one_is_told(tmp_path: Path) -> None:
+    slow = Stage("slow", ("-c", "import time; time.sleep(60)"), tmp_path / "never")
+    assert not running.run_command(slow.words, 0.5)
+    assert run_stages([slow], 0.0) is slow
+    with pytest.raises(StageError, match="exit code 5"):
+        running.run_command(("-c", "raise SystemExit(5)"), None)
+    with pytest.raises(StageError, match="'idle' ended without"):
+        run_stages([Stage("idle", ("-c", ""), tmp_path / "never")], None)
+    made = tmp_path / "made"
+    made.write_text("", encoding="utf-8")
+    assert run_stages([Stage("done", (), made)], 0.0) is None

@@ -56,6 +56,7 @@ class Half:
 class Evidence:
     config: StudyConfig
     trained: int | None  # the drafter's block size
+    is_estimate: bool  # replay rounds otherwise than decoding
     halves: Sequence[Half]
     scores: Run | None
     network: Sequence[Mapping[str, Any]]
@@ -68,15 +69,18 @@ class Evidence:
 
 
 def read_evidence(config: StudyConfig, out: Path) -> Evidence:
-    halves, trained = [], None
+    halves, trained, is_estimate = [], None, False
     for temperature in config.temperatures:
         name = name_of(temperature)
         table = _read_table(out / "tables" / name)
         sweep = _read_sweep(out / "sweeps" / name)
         if sweep is not None:
-            trained = TraceSet(out / "sweeps" / name).setting.trained_block_size
+            traces = TraceSet(out / "sweeps" / name)
+            trained, is_estimate = traces.setting.trained_block_size, bool(traces.manifest["is_estimate"])
         halves.append(Half(temperature, table, sweep, _read_lines(out / "networks" / name / "rows.jsonl")))
-    return Evidence(config, trained, halves, _read_table(out / "scores"), _read_lines(out / "network.jsonl"))
+    return Evidence(
+        config, trained, is_estimate, halves, _read_table(out / "scores"), _read_lines(out / "network.jsonl")
+    )
 
 
 def _is_complete(folder: Path) -> bool:

@@ -8,9 +8,10 @@ import numpy as np
 from pilot_study.intervals import show
 from pilot_study.output import markdown_table
 
+from blockpilot.bench.methods import PAPER
 from blockpilot.report.markdown import escape_text
 from blockpilot.report.run_data import Run, task_title
-from blockpilot.report.tables import Table, format_interval, published_table, results_table, scores_table
+from blockpilot.report.tables import PUBLISHED, Table, format_interval, results_table, scores_table
 from paper_study.claims import best_sizes, judge, near_shares, swept_sizes
 from paper_study.evidence import Evidence, Half, mean_or
 from paper_study.plan import FIXED_SIZES, methods_of, name_of
@@ -24,6 +25,8 @@ _READING = (
 _DIFFERENCES = (
     "Every size is replayed on the same text: the paper measured one generation per size.",
     "A speedup's clock has every draft in it; the released harness starts behind the first.",
+    "At T = 1 drafts are drawn with the noise that the target's tokens are drawn with; the released code drafts the "
+    "likeliest tokens.",
     "`best-fixed` and `best-fixed-tree` are chosen on calibration prompts that nothing else sees.",
     "The network has the released code's layers, dropout of 0.2, initialisation and bfloat16 on a GPU. How it was "
     "trained is not released: AdamW at 3e-4, 1,500 steps of 64 requests, in float32, are ours. There is a pilot per "
@@ -38,9 +41,8 @@ def write_report(evidence: Evidence, figures: Sequence[Path], out: Path, notes: 
     parts = [f"# The paper's tables for {escape_text(Path(config.target).name)}", _setting(evidence)]
     parts += ["## Claims", _claims(evidence), "## Table 2"]
     for half in evidence.halves:
-        parts += _table_2(half)
-    parts += ["### What the paper reports", f"Means over its tasks, {_SOURCE}, on an H100 with up to 2,048 new tokens."]
-    parts += [_plain(published_table()), *_scores(evidence), "## Figures 3a to 3c, and Table 1", _READING]
+        parts += [*_table_2(half), *_beside_the_papers(evidence, half)]
+    parts += [*_scores(evidence), "## Figures 3a to 3c, and Table 1", _READING]
     parts += [f"![Figures 3a to 3c]({os.path.relpath(path, out)})" for path in figures]
     for half in evidence.halves:
         parts += _replayed(evidence, half)
@@ -55,15 +57,15 @@ def _list(lines: Sequence[str]) -> str:
 
 def _setting(evidence: Evidence) -> str:
     config = evidence.config
-    pair = (
-        f"Drafter `{escape_text(Path(config.drafter).name)}`, trained at {evidence.trained or 'an unknown'} positions"
-    )
+    pair = f"Drafter `{escape_text(Path(config.drafter).name)}`, block size {evidence.trained or 'not known yet'}"
     amount = (
         f"answers of up to {config.max_new_tokens:,} tokens, {config.num_prompts} timed and {config.replay_prompts} "
     )
     told = f"{pair}; {amount}replayed test prompts a task (fewer where a set has fewer)."
     if config.quick:
         told += " **A quick run with a small network: it shows that everything works, and is no result.**"
+    if evidence.is_estimate:
+        told += " Replay rounds otherwise than decoding here, so what it tells of sizes is an estimate."
     left_out = [] if "eagle3" in methods_of(config) else ["EAGLE-3 is left out: no such drafter was given."]
     unfinished = [f"T = {half.temperature:g}" for half in evidence.halves if half.table is None]
     left_out += [f"Table 2 is not finished for {', '.join(unfinished)}."] if unfinished else []
@@ -72,7 +74,8 @@ def _setting(evidence: Evidence) -> str:
 
 def _claims(evidence: Evidence) -> str:
     verdicts = judge(evidence)
-    return "\n\n".join(f"**{one.claim}: {one.verdict}.** {one.found}. Rule: {one.rule}." for one in verdicts)
+    told = (f"**{one.claim}: {one.verdict}.** {one.found[0].upper()}{one.found[1:]}." for one in verdicts)
+    return "\n\n".join(f"{text} Rule: {one.rule}." for text, one in zip(told, verdicts, strict=True))
 
 
 def _table_2(half: Half) -> Iterator[str]:
@@ -93,6 +96,24 @@ def _table_2(half: Half) -> Iterator[str]:
         wrong = str(run.value(overall, method, "mismatches"))
         rows.append((method, numbers[0], interval, *told, numbers[1], wrong))
     yield markdown_table(f"Intervals, {task_title(overall)}", head, rows)
+
+
+def _beside_the_papers(evidence: Evidence, half: Half) -> Iterator[str]:
+    """Means of all tasks, ours and the paper's."""
+    run, fixed = half.table, f"dflash:{evidence.trained or 16}"
+    papers = {model: pairs for model, temperature, pairs in PUBLISHED if temperature == half.temperature}
+    rows = []
+    for place, method in enumerate(("eagle3", fixed, PAPER)):
+        ours = [run and run.value(mean_or(run), method, name) for name in ("speedup", "tau_mean")]
+        rows.append((method, _pair(ours), *(_pair(pairs[place]) for pairs in papers.values())))
+    if papers:
+        head = ("speedup / tau", "here", *(f"paper: {model}" for model in papers))
+        yield markdown_table(f"Beside the paper's, T = {half.temperature:g}", head, rows)
+        yield f"The paper's: means over its tasks, {_SOURCE}, Table 2, on an H100 with up to 2,048 new tokens."
+
+
+def _pair(values: Sequence[float | None] | None) -> str:
+    return "-" if values is None or None in values else " / ".join(f"{value:.2f}" for value in values)
 
 
 def _scores(evidence: Evidence) -> Iterator[str]:

@@ -11,6 +11,8 @@ from typing import Any
 import paper_tables
 import pytest
 from paper_study import running
+from paper_study.claims import CONFIRMED, NOT_CONFIRMED, NOT_TESTABLE, judge
+from paper_study.evidence import Evidence, Half
 from paper_study.plan import Stage
 from paper_study.running import StageError, run_stages
 
@@ -80,7 +82,9 @@ def test_a_study_goes_on_where_it_stopped_and_judges_every_claim(
     for part in ("## Table 2", "| **dflash:4** |", "Task scores, T = 0", "### 3a, T = 1", "### Table 1, T = 0"):
         assert part.replace("**", "") in report.replace("**", ""), part
     assert "**Lossless acceleration: confirmed.** 0 mismatches" in report
-    assert "Qwen3-4B | 1 | 1.70x | 2.88 | 3.80x" in report and "![Figures 3a to 3c](figure_3_t0.svg)" in report
+    assert (
+        "paper: Qwen3-4B" in report and "| 3.80 / 5.35 |" in report and "![Figures 3a to 3c](figure_3_t0.svg)" in report
+    )
     assert "no row of both" in report and "EAGLE-3 is left out" in report
     assert "copa.jsonl. Whether the drafter was, too, was not checked" in report
     assert (out / "bench-report" / "report.html").is_file()
@@ -128,3 +132,62 @@ def test_a_stage_that_takes_too_long_is_stopped_and_a_broken_one_is_told(tmp_pat
     made = tmp_path / "made"
     made.write_text("", encoding="utf-8")
     assert run_stages([Stage("done", (), made)], 0.0) is None
+
+
+def make_half(temperature: float, gain: float, spread: float = 0.01) -> Half:
+    """Made-up rows of the networks over 40 requests."""
+
+    def around(value: float) -> dict[str, float]:
+        return {"value": value, "low": value - spread, "high": value + spread}
+
+    shared = {
+        "experiment": "prefill",
+        "task": "all",
+        "num_requests": 40,
+        "best_fixed": 16,
+        "sizes": [14, 15, 16, 17, 18],
+    }
+    shared |= {"accuracy": 0.3, "accuracy_of_best_fixed": 0.4, "group": "main"}
+    names = {"as published": 0.0, "k = 1": -0.1, "k = 3": -0.1, "inputs: logits": 0.0, "inputs: softmax": -0.1}
+    rows = [
+        shared
+        | {"name": name, "tau": around(6 + gain + lost), "gain_over_trained": around(gain)}
+        | {"gain_over_best_fixed": around(gain - 0.02)}
+        for name, lost in names.items()
+    ]
+    split = {"experiment": "split", "split": "halves", "task": "all", "num_requests": 40}
+    split |= {"gain_over_best_fixed": around(-gain), "oracle_gain_over_best_fixed": around(0.05)}
+    return Half(temperature, None, None, [*rows, split])
+
+
+def test_claims_follow_from_the_rows() -> None:
+    halves = [make_half(0.0, 0.015), make_half(1.0, 0.1)]
+    config = paper_tables.read_config(paper_tables.build_parser().parse_args(["--out", "x", "--pilot-prompts", "y"]))
+    found = {one.claim: one for one in judge(Evidence(config, 16, False, halves, None, []))}
+    verdicts = {claim: one.verdict for claim, one in found.items()}
+    assert verdicts["The best block size is a property of the request (T = 1)"] == NOT_CONFIRMED
+    assert verdicts["A longer acceptance length than DFlash at the trained size (T = 0)"] == CONFIRMED
+    assert verdicts["Better than one size for all requests (T = 0)"] == NOT_CONFIRMED
+    assert verdicts["Better than one size for all requests (T = 1)"] == CONFIRMED
+    assert verdicts["k = 2 is the best radius (T = 1)"] == CONFIRMED
+    assert verdicts["Raw probabilities are the best input (T = 1)"] == NOT_CONFIRMED
+    assert verdicts["The gain is larger at T = 1 than at T = 0"] == CONFIRMED
+    assert found["The gain is larger at T = 1 than at T = 0"].found.startswith("T = 1: +10.0% [+9.0%, +11.0%]")
+    missing = (
+        "Faster than DFlash at the trained size (T = 0)",
+        "Lossless acceleration",
+        "The network costs next to nothing",
+    )
+    assert {verdicts[claim] for claim in missing} == {NOT_TESTABLE}
+
+
+def test_what_the_drafter_was_trained_on_is_said(tmp_path: Path) -> None:
+    words = ["--out", "x", "--pilot-prompts", "a/copa.jsonl", "wsc.txt"]
+    config = paper_tables.read_config(paper_tables.build_parser().parse_args(words))
+    for key, names, told in (
+        ("excluded_files", ["b/copa.jsonl", "wsc.txt"], "were left out of the drafter's text"),
+        ("excluded_files", ["copa.jsonl"], "shared words were not looked for"),
+        ("prompt_files", ["c/wsc.txt"], "The drafter was trained on wsc.txt, too"),
+    ):
+        (tmp_path / "manifest.json").write_text(json.dumps({"config": {key: names}}), encoding="utf-8")
+        assert told in paper_tables._tell_prompts(config, tmp_path)

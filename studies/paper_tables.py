@@ -65,8 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--own-shapes", default="14-18", metavar="B,...", help=own_help)
     pilot_help = "prompt files that the pilot is trained on"
     add("--pilot-prompts", nargs="+", action="extend", required=True, metavar="FILE", help=pilot_help)
-    each_help = "the first N prompts of each file, 0: all (default: %(default)s)"
-    add("--pilot-prompts-each", type=int, default=512, metavar="N", help=each_help)
+    each_help = "the first N prompts of each file, 0: all (default: %(default)s, as in the released files)"
+    add("--pilot-prompts-each", type=int, default=100, metavar="N", help=each_help)
     add("--num-prompts", type=int, default=16, metavar="N", help="timed, of each task (default: %(default)s)")
     replay_help = "replayed, of each task; 0: all (default: %(default)s)"
     add("--replay-prompts", type=int, default=64, metavar="N", help=replay_help)

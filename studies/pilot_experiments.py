@@ -12,7 +12,8 @@ prompts must differ. Everything that is chosen or fitted uses training traces al
     prefill         the published predictor and its ablations
     load            a wide choice under named step costs, against best fixed, oracles and the step pilots
 
-Prints Markdown; `--out` gets `rows.jsonl`, `tables.md`, `manifest.json` and two figures. `--part networks` leaves out
+Prints Markdown; `--out` gets `rows.jsonl`, `tables.md`, `taus.json` (every test request at every size), `manifest.json`
+and two figures. `--part networks` leaves out
 what decides at every step (minutes of Python that need no GPU), `--part walks` does that alone; `--draw` joins the rows
 of both and draws again, also where the first machine had no Matplotlib. Intervals are 95 % of a paired bootstrap over
 requests, drawn within each task. With `--quick` networks are 16 times narrower and data are cut: a check that
@@ -179,6 +180,8 @@ def run(arguments: argparse.Namespace) -> None:
     shrink = QUICK_SHRINK if arguments.quick else 1
     study = Study(train, test, device=arguments.device, num_steps=arguments.steps, shrink=shrink)
     rows = list(study.rows(manifests[0], arguments.part))
+    if arguments.out is not None:
+        write_text(arguments.out / "taus.json", json.dumps(study.test.describe_taus()) + "\n")
     show(rows, describe_run(arguments, manifests), arguments.out)
 
 

@@ -14,7 +14,6 @@ from pilot_study.trace_tables import SizeTable
 from blockpilot.bench.methods import PAPER
 from blockpilot.core.manifests import MANIFEST
 from blockpilot.core.reading import read_json
-from blockpilot.replay.trace_files import TraceSet
 from blockpilot.report.run_data import MEAN, Run, read_run
 from paper_study.plan import StudyConfig, name_of
 
@@ -69,18 +68,17 @@ class Evidence:
 
 
 def read_evidence(config: StudyConfig, out: Path) -> Evidence:
-    halves, trained, is_estimate = [], None, False
+    halves, facts = [], None
     for temperature in config.temperatures:
-        name = name_of(temperature)
-        table = _read_table(out / "tables" / name)
-        sweep = _read_sweep(out / "sweeps" / name)
-        if sweep is not None:
-            traces = TraceSet(out / "sweeps" / name)
-            trained, is_estimate = traces.setting.trained_block_size, bool(traces.manifest["is_estimate"])
-        halves.append(Half(temperature, table, sweep, _read_lines(out / "networks" / name / "rows.jsonl")))
-    return Evidence(
-        config, trained, is_estimate, halves, _read_table(out / "scores"), _read_lines(out / "network.jsonl")
-    )
+        folder = out / "networks" / name_of(temperature)
+        facts = read_json(folder / MANIFEST) or facts
+        taus, rows = read_json(folder / "taus.json"), _read_lines(folder / "rows.jsonl")
+        table = _read_table(out / "tables" / name_of(temperature))
+        halves.append(Half(temperature, table, SizeTable.of_taus(taus) if taus else None, rows))
+    trained = facts and facts["trained_block_size"]
+    is_estimate = bool(facts) and any(traces["is_estimate"] for traces in facts["traces"])
+    scores, network = _read_table(out / "scores"), _read_lines(out / "network.jsonl")
+    return Evidence(config, trained, is_estimate, halves, scores, network)
 
 
 def _is_complete(folder: Path) -> bool:
@@ -90,13 +88,6 @@ def _is_complete(folder: Path) -> bool:
 
 def _read_table(folder: Path) -> Run | None:
     return read_run(folder) if _is_complete(folder) else None
-
-
-def _read_sweep(folder: Path) -> SizeTable | None:
-    if not _is_complete(folder):
-        return None
-    traces = TraceSet(folder)
-    return SizeTable.of([trace for trace in traces if trace.num_anchors], traces.setting.sizes)
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -1,18 +1,22 @@
 """What is measured, as commands: each leaves a folder that says when it is complete, and goes on where it was stopped.
 
-prompts     the test prompts of the replayed sweeps, as files
-sweep       `collect`: what every block size emits on test prompts (figures 3a to 3c, Table 1)
-traces      `collect`: the same on the pilot's training prompts, with whole logits
-pilot       `train-pilot --kind prefill`: the network that `bench` decodes with
-networks    `pilot_experiments.py --part networks`: the network and its ablations, judged on the sweep
-table       `bench`: Table 2, with `best-fixed`, `best-fixed-tree` and `auto` beside it
-scores      `bench --methods ar`: more prompts for the tasks that can be scored
-network     `benchmarks/pilot_network.py`: the network's time and memory
+    traces      `collect`: what every block size emits on the pilot's training prompts, with whole logits
+    sweep       `collect`: the same on test prompts
+    networks    `pilot_experiments.py --part networks`: the network and its ablations, judged on the sweep, and tau
+                of the sweep at every size (figures 3a to 3c, Table 1)
+    held out    `collect`: a few of the test prompts, which `train-pilot` judges by
+    pilot       `train-pilot --kind prefill`: the network that `bench` decodes with
+    network     `benchmarks/pilot_network.py`: its time and memory
+    table       `bench`: Table 2, with `best-fixed`, `best-fixed-tree` and `auto` beside it
+    scores      `bench --methods ar`: more prompts for the tasks that can be scored
+
+The report reads what networks, network, table and scores leave, a few megabytes. Traces, sweeps and pilots are large,
+and made again where one of these needs them.
 """
 
 import json
 import os.path
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ SCORED = ("gsm8k", "math500", "aime24", "humaneval", "mbpp")
 PAPER_TASKS = ("gsm8k", "math500", "aime24", "humaneval", "mbpp", "swebench", "mt_bench")
 FIXED_SIZES = (4, 8, 16, 32)
 EXTRA_METHODS = ("best-fixed", "best-fixed-tree", "auto")
+HELD_OUT = 2  # prompts of each task
 QUICK_NETWORK = ("--hidden-size", "64", "--epochs", "2")
 
 
@@ -69,12 +74,26 @@ class Stage:
     name: str
     words: tuple[str, ...]  # of `python`
     product: Path  # the file that is written last, or says whether all is there
+    needs: tuple[str, ...] = ()  # stages whose folders it reads
+    is_final: bool = True  # the report reads it; others are run only where they are needed
 
     @property
     def is_finished(self) -> bool:
         if not os.path.isfile(self.product):
             return False
         return self.product.name != MANIFEST or bool(read_json(self.product).get("is_complete", True))
+
+
+def list_pending(stages: Sequence[Stage]) -> list[Stage]:
+    """In order: final stages that are not finished, and what they need and is not there."""
+    by_name = {stage.name: stage for stage in stages}
+    left = [stage.name for stage in stages if stage.is_final]
+    wanted = set()
+    while left:
+        if not (stage := by_name[left.pop()]).is_finished:
+            wanted.add(stage.name)
+            left += stage.needs
+    return [stage for stage in stages if stage.name in wanted]
 
 
 def read_tasks(config: StudyConfig) -> list[TaskPrompts]:
@@ -122,50 +141,47 @@ def _list_stages(config: StudyConfig, out: Path) -> Iterator[Stage]:
     pair = ["--target", config.target, "--drafter", config.drafter, "--device", config.device]
     pair += ["--dtype", config.dtype] if config.dtype else []
     for temperature in config.temperatures:
-        yield from _pilot_stages(config, out, pair, temperature)
-        yield _table_stage(config, out, pair, temperature)
+        name = name_of(temperature)
+        yield from _replay_stages(config, out, pair, temperature)
+        words = ["--kind", "prefill", "--traces", str(out / "traces" / name), "--device", config.device]
+        words += ["--held-out", str(out / "held-out" / name), *(QUICK_NETWORK if config.quick else ())]
+        needs = (f"traces {name}", f"held out {name}")
+        yield _verb(f"pilot {name}", "train-pilot", words, out / "pilots" / name / "pilot.json", needs, is_final=False)
+        if temperature == config.temperatures[0]:
+            words = ["--pilot", str(out / "pilots" / name), "--device", config.device]
+            yield _program("network", "benchmarks/pilot_network.py", words, out / "network.jsonl", (f"pilot {name}",))
+        words = _table_words(config, out, temperature)
+        yield _verb(f"table {name}", "bench", [*pair, *words], out / "tables" / name / MANIFEST, (f"pilot {name}",))
     scored = [task for task in config.tasks if task in SCORED]
     if scored and 0.0 in config.temperatures:
         words = ["--tasks", ",".join(scored), "--methods", "ar", "--concurrency", "8"]
         words += _bench_words(config, config.replay_prompts)
-        yield _verb("scores", "bench", [*pair, *words], out / "scores", MANIFEST)
-    words = ["--pilot", str(out / "pilots" / name_of(config.temperatures[0])), "--device", config.device]
-    program = str(ROOT / "benchmarks" / "pilot_network.py")
-    yield Stage("network", (program, *words, "--out", str(out / "network.jsonl")), out / "network.jsonl")
+        yield _verb("scores", "bench", [*pair, *words], out / "scores" / MANIFEST)
 
 
-def _pilot_stages(config: StudyConfig, out: Path, pair: list[str], temperature: float) -> Iterator[Stage]:
+def _replay_stages(config: StudyConfig, out: Path, pair: list[str], temperature: float) -> Iterator[Stage]:
     name = name_of(temperature)
-    sweep, traces = out / "sweeps" / name, out / "traces" / name
+    traces, sweep, networks = (out / kind / name for kind in ("traces", "sweeps", "networks"))
     record = [*pair, "--temperature", f"{temperature:g}", "--max-new-tokens", str(config.max_new_tokens)]
-    record += ["--sizes", config.sizes, "--anchors", "visited", "--whole-logits"]
-    files = [str(out / "prompts" / f"{task}.jsonl") for task in config.tasks]
-    yield _verb(f"sweep {name}", "collect", ["--prompts", *files, *record], sweep, MANIFEST)
-    words = ["--prompts", *config.pilot_prompts, "--num-prompts", str(config.pilot_prompts_each), *record]
-    yield _verb(f"traces {name}", "collect", words, traces, MANIFEST)
-    words = ["--kind", "prefill", "--traces", str(traces), "--held-out", str(sweep), "--device", config.device]
-    words += QUICK_NETWORK if config.quick else ()
-    yield _verb(f"pilot {name}", "train-pilot", words, out / "pilots" / name, "pilot.json")
-    program = str(ROOT / "studies" / "pilot_experiments.py")
+    record += ["--sizes", config.sizes, "--anchors", "visited", "--whole-logits", "--prompts"]
+    test = [str(out / "prompts" / f"{task}.jsonl") for task in config.tasks]
+    words = [*record, *config.pilot_prompts, "--num-prompts", str(config.pilot_prompts_each)]
+    yield _verb(f"traces {name}", "collect", words, traces / MANIFEST, is_final=False)
+    yield _verb(f"sweep {name}", "collect", [*record, *test], sweep / MANIFEST, is_final=False)
     words = ["--train", str(traces), "--test", str(sweep), "--part", "networks", "--device", config.device]
     words += ["--quick"] if config.quick else []
-    judged = out / "networks" / name
-    yield Stage(f"networks {name}", (program, *words, "--out", str(judged)), judged / MANIFEST)
+    needs = (f"traces {name}", f"sweep {name}")
+    yield _program(f"networks {name}", "studies/pilot_experiments.py", words, networks / MANIFEST, needs)
+    few, product = ["--num-prompts", str(HELD_OUT)], out / "held-out" / name / MANIFEST
+    yield _verb(f"held out {name}", "collect", [*record, *test, *few], product, is_final=False)
 
 
-def _table_stage(config: StudyConfig, out: Path, pair: list[str], temperature: float) -> Stage:
-    name = name_of(temperature)
+def _table_words(config: StudyConfig, out: Path, temperature: float) -> list[str]:
     words = ["--tasks", ",".join(config.tasks), "--methods", ",".join(methods_of(config))]
     words += ["--eagle3", config.eagle3] if config.eagle3 not in ("auto", "none") else []
-    words += ["--temperature", f"{temperature:g}", "--pilot-file", str(out / "pilots" / name)]
+    words += ["--temperature", f"{temperature:g}", "--pilot-file", str(out / "pilots" / name_of(temperature))]
     words += ["--calibration-prompts", str(config.calibration_prompts), "--own-shapes", config.own_shapes]
-    return _verb(
-        f"table {name}",
-        "bench",
-        [*pair, *words, *_bench_words(config, config.num_prompts)],
-        out / "tables" / name,
-        MANIFEST,
-    )
+    return words + _bench_words(config, config.num_prompts)
 
 
 def _bench_words(config: StudyConfig, num_prompts: int) -> list[str]:
@@ -174,5 +190,12 @@ def _bench_words(config: StudyConfig, num_prompts: int) -> list[str]:
     return words + (["--score-code"] if config.score_code else [])
 
 
-def _verb(name: str, verb: str, words: list[str], folder: Path, last: str) -> Stage:
-    return Stage(name, ("-m", "blockpilot", verb, *words, "--out", str(folder)), folder / last)
+def _verb(
+    name: str, verb: str, words: list[str], product: Path, needs: tuple[str, ...] = (), *, is_final: bool = True
+) -> Stage:
+    return Stage(name, ("-m", "blockpilot", verb, *words, "--out", str(product.parent)), product, needs, is_final)
+
+
+def _program(name: str, path: str, words: list[str], product: Path, needs: tuple[str, ...]) -> Stage:
+    place = product.parent if product.name == MANIFEST else product
+    return Stage(name, (str(ROOT / path), *words, "--out", str(place)), product, needs)

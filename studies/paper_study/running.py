@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from blockpilot.core.errors import BlockPilotError
-from paper_study.plan import Stage
+from paper_study.plan import Stage, list_pending
 
 _GRACE = 120.0  # seconds that a verb has to save what it has
 _LEAST = 20.0  # seconds below which no stage is begun
@@ -18,15 +18,14 @@ class StageError(BlockPilotError):
 
 
 def run_stages(stages: Sequence[Stage], minutes: float | None) -> Stage | None:
-    """Run what is not finished. The stage that was stopped or not begun because time was up; None: all are finished."""
+    """Run what is left. The stage that was stopped or not begun because time was up; None: all are finished."""
     end = None if minutes is None else time.monotonic() + 60 * minutes
-    for place, stage in enumerate(stages, start=1):
-        if stage.is_finished:
-            continue
+    pending = list_pending(stages)
+    for place, stage in enumerate(pending, start=1):
         left = None if end is None else end - time.monotonic()
         if left is not None and left < _LEAST:
             return stage
-        print(f"[{place}/{len(stages)}] {stage.name}", file=sys.stderr, flush=True)
+        print(f"[{place}/{len(pending)}] {stage.name}", file=sys.stderr, flush=True)
         if not run_command(stage.words, left):
             return stage
         if not stage.is_finished:

@@ -78,6 +78,18 @@ class SizeTable:
         """tau [N] at one size per request."""
         return self.parts[part][np.arange(len(self)), [self.sizes.index(int(size)) for size in chosen]]
 
+    def describe_taus(self) -> dict[str, Any]:
+        """For JSON: what `of_taus` reads."""
+        tau = np.round(self.parts["whole"], 6).tolist()
+        return {"sizes": list(self.sizes), "tasks": list(self.tasks), "tau": tau}
+
+    @classmethod
+    def of_taus(cls, found: Mapping[str, Any]) -> "SizeTable":
+        """Whole answers alone, without what their steps look like."""
+        tau = np.array(found["tau"], dtype=np.float64)
+        none = np.zeros(len(tau), dtype=np.int64)
+        return cls(tuple(found["sizes"]), tuple(found["tasks"]), none, {"whole": tau}, ((),) * len(tau))
+
     def milliseconds(self, costs: StepCosts) -> Values:
         """[N, S] of whole answers, for costs that do not depend on the context."""
         prices: dict[tuple[int, int], float] = {}

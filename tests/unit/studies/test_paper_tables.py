@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words(folder: Path, out: Path, *more: str) -> list[str]:
     pair = ["--target", str(folder / "target"), "--drafter", str(folder / "drafter"), "--data", str(folder / "data")]
     small = ["--tasks", ",".join(TASKS), "--sizes", "4-12,16,32", "--num-prompts", "2", "--replay-prompts", "4"]
-    small += ["--max-new-tokens", "72", "--temperatures", "0,1", "--quick"]
+    small += ["--max-new-tokens", "72", "--temperatures", "0", "--quick"]
     return [*pair, *small, "--pilot-prompts", str(folder / "copa.jsonl"), "--out", str(out), *more]
 
 
@@ -75,21 +76,23 @@ def test_a_study_goes_on_where_it_stopped_and_judges_every_claim(
     monkeypatch.setattr(running, "run_command", run_some)
     assert run(folder, out, monkeypatch) == paper_tables.TIME_IS_UP
     report = (out / "report.md").read_text(encoding="utf-8")
-    assert "Table 2 is not finished for T = 0, T = 1." in report and "(T = 0): not testable here." in report
+    assert "Table 2 is not finished for T = 0." in report and "(T = 0): not testable here." in report
     assert run(folder, out, monkeypatch) == 0
-    assert len(done) == 4 + 9 and done[3] == done[4]  # two temperatures of five stages, scores, the network
+    assert len(done) == 4 + 5 and done[3] == done[4]  # six stages of a temperature, scores, the network
     report = (out / "report.md").read_text(encoding="utf-8")
-    for part in ("## Table 2", "| **dflash:4** |", "Task scores, T = 0", "### 3a, T = 1", "### Table 1, T = 0"):
+    for part in ("## Table 2", "| **dflash:4** |", "Task scores, T = 0", "### 3a, T = 0", "### Table 1, T = 0"):
         assert part.replace("**", "") in report.replace("**", ""), part
     assert "**Lossless acceleration: confirmed.** 0 mismatches" in report
     assert (
-        "paper: Qwen3-4B" in report and "| 3.80 / 5.35 |" in report and "![Figures 3a to 3c](figure_3_t0.svg)" in report
+        "paper: Qwen3-4B" in report and "| 3.99 / 6.31 |" in report and "![Figures 3a to 3c](figure_3_t0.svg)" in report
     )
-    assert "no row of both" in report and "EAGLE-3 is left out" in report
+    assert "No row of both" in report and "EAGLE-3 is left out" in report
     assert "copa.jsonl. Whether the drafter was, too, was not checked" in report
     assert (out / "bench-report" / "report.html").is_file()
+    for name in ("traces", "sweeps", "held-out", "pilots"):  # nothing that is left needs them
+        shutil.rmtree(out / name)
     count = len(done)
-    assert run(folder, out, monkeypatch, "--report") == 0 and len(done) == count
+    assert run(folder, out, monkeypatch) == 0 and run(folder, out, monkeypatch, "--report") == 0 and len(done) == count
     assert (out / "report.md").read_text(encoding="utf-8") == report
 
 

@@ -3,6 +3,7 @@
 import os.path
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pilot_study.intervals import show
@@ -46,7 +47,7 @@ def write_report(evidence: Evidence, figures: Sequence[Path], out: Path, notes: 
     parts += [f"![Figures 3a to 3c]({os.path.relpath(path, out)})" for path in figures]
     for half in evidence.halves:
         parts += _replayed(evidence, half)
-    parts += ["## The pilot", *_pilot(evidence, out)]
+    parts += ["## The pilot", *_pilot(evidence), _network(evidence)]
     parts += ["## What differs from the paper", _list([*_DIFFERENCES, *notes])]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -104,7 +105,7 @@ def _beside_the_papers(evidence: Evidence, half: Half) -> Iterator[str]:
     papers = {model: pairs for model, temperature, pairs in PUBLISHED if temperature == half.temperature}
     rows = []
     for place, method in enumerate(("eagle3", fixed, PAPER)):
-        ours = [run and run.value(mean_or(run), method, name) for name in ("speedup", "tau_mean")]
+        ours = None if run is None else [run.value(mean_or(run), method, name) for name in ("speedup", "tau_mean")]
         rows.append((method, _pair(ours), *(_pair(pairs[place]) for pairs in papers.values())))
     if papers:
         head = ("speedup / tau", "here", *(f"paper: {model}" for model in papers))
@@ -112,7 +113,7 @@ def _beside_the_papers(evidence: Evidence, half: Half) -> Iterator[str]:
         yield f"The paper's: means over its tasks, {_SOURCE}, Table 2, on an H100 with up to 2,048 new tokens."
 
 
-def _pair(values: Sequence[float | None] | None) -> str:
+def _pair(values: Sequence[Any] | None) -> str:
     return "-" if values is None or None in values else " / ".join(f"{value:.2f}" for value in values)
 
 
@@ -155,29 +156,26 @@ def _replayed(evidence: Evidence, half: Half) -> Iterator[str]:
     yield markdown_table(f"Table 1, {temperature}", head, fixed)
 
 
-def _pilot(evidence: Evidence, out: Path) -> Iterator[str]:
+def _pilot(evidence: Evidence) -> Iterator[str]:
     head = ("choice", "tau", "over the trained size", "over best fixed", "names the best")
     for half in evidence.halves:
-        rows = [
-            (
-                name,
-                show(row["tau"], ".3f"),
-                show(row["gain_over_trained"]),
-                show(row["gain_over_best_fixed"]),
-                f"{row['accuracy']:.0%}",
-            )
-            for name, row in half.judged().items()
-        ]
+        rows = []
+        for name, row in half.judged().items():
+            gains = show(row["gain_over_trained"]), show(row["gain_over_best_fixed"])
+            rows.append((name, show(row["tau"], ".3f"), *gains, f"{row['accuracy']:.0%}"))
         yield markdown_table(f"One size per request, T = {half.temperature:g}, by replay", head, rows)
         if rows:
-            yield f"Per task and with all ablations: `networks/{name_of(half.temperature)}/tables.md`."
+            yield f"Per task: `networks/{name_of(half.temperature)}/tables.md`."
+
+
+def _network(evidence: Evidence) -> str:
     head = ("inputs", "device", "dtype", "parameters", "GB", "peak GB", "ms of a decision")
     rows = []
     for row in evidence.network:
         peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.3f}"
         size = f"{row['num_parameters']:,}", f"{row['parameter_bytes'] / 1e9:.2f}"
         rows.append((row["inputs"], escape_text(row["device"]), row["dtype"], *size, peak, f"{row['decision_ms']:.3f}"))
-    yield markdown_table("The network's time and memory (paper: 7.34 ms, 0.62 GB)", head, rows)
+    return markdown_table("The network's time and memory (paper: 7.34 ms, 0.62 GB)", head, rows)
 
 
 def list_runs(evidence: Evidence) -> list[Run]:

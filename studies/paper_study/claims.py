@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -138,18 +139,15 @@ def _beats_fixed(evidence: Evidence, half: Half) -> Verdict:
 
 
 def _is_best(half: Half, claim: str, others: Sequence[str]) -> Verdict:
-    rule = "the published network's mean tau is above the others', with its lower bound above their means"
+    rule = "the published network's gain in tau over the trained size has its lower bound above the others' gains"
     rows = half.judged()
-    found = {name: _stored(rows[name]["tau"]) for name in ("as published", *others) if name in rows}
+    found = {name: _stored(rows[name]["gain_over_trained"]) for name in ("as published", *others) if name in rows}
     ours = found.pop("as published", None)
     known = {name: one for name, one in found.items() if one}
     if ours is None or not known:
         return _decide(claim + _at(half), rule, None, "not trained here")
-    told = "; ".join(f"{name} {one.value:.3f}" for name, one in known.items())
-    is_true = all(ours.low > one.value for one in known.values())
-    return _decide(
-        claim + _at(half), rule, is_true, f"as published {ours.value:.3f} [{ours.low:.3f}, {ours.high:.3f}]; {told}"
-    )
+    told = "; ".join([f"as published {_percent(ours)}", *(f"{name} {one.value:+.1%}" for name, one in known.items())])
+    return _decide(claim + _at(half), rule, all(ours.low > one.value for one in known.values()), told)
 
 
 def _has_best_radius(evidence: Evidence, half: Half) -> Verdict:
@@ -218,4 +216,6 @@ def _single_rows(evidence: Evidence) -> Iterator[Mapping[str, Any]]:
 
 def _other_models(evidence: Evidence) -> Verdict:
     claim = "4.20 times plain decoding, tau 5.92, with Qwen3-4B at T = 1 (and the tables of three more models)"
-    return _decide(claim, "the same target and drafter", None, f"{evidence.config.target} is measured here")
+    return _decide(
+        claim, "the same target and drafter", None, f"the target here is {Path(evidence.config.target).name}"
+    )

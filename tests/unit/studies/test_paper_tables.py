@@ -154,7 +154,7 @@ def make_half(temperature: float, gain: float, spread: float = 0.01) -> Half:
     names = {"as published": 0.0, "k = 1": -0.1, "k = 3": -0.1, "inputs: logits": 0.0, "inputs: softmax": -0.1}
     rows = [
         shared
-        | {"name": name, "tau": around(6 + gain + lost), "gain_over_trained": around(gain)}
+        | {"name": name, "tau": around(6 + gain + lost), "gain_over_trained": around(gain + lost)}
         | {"gain_over_best_fixed": around(gain - 0.02)}
         for name, lost in names.items()
     ]

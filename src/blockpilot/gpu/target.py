@@ -64,7 +64,7 @@ class PromptPass:
 
 
 class GpuTargetRunner(TargetRunner):
-    buckets = CHECK_TOKENS
+    buckets: tuple[int, ...] = CHECK_TOKENS
     num_spare = 1
 
     def __init__(self, decoder: Decoder, placement: Placement) -> None:

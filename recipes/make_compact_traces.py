@@ -129,6 +129,7 @@ def cut(trace: Trace, mass: float, max_tokens: int) -> Trace:
     kept = replace(
         prefill,
         token_ids=prefill.token_ids[places],
+        logits=None,
         probabilities=rounded,
         mass=float(rounded.sum(dtype=np.float64)),
     )

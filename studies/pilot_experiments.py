@@ -12,7 +12,8 @@ prompts must differ. Everything that is chosen or fitted uses training traces al
     prefill         the published predictor and its ablations
     load            a wide choice under named step costs, against best fixed, oracles and the step pilots
 
-Prints Markdown; `--out` gets `rows.jsonl`, `tables.md`, `manifest.json` and two figures. `--part networks` leaves out
+Prints Markdown; `--out` gets `rows.jsonl`, `tables.md`, `taus.json` (every test request at every size), `manifest.json`
+and two figures. `--part networks` leaves out
 what decides at every step (minutes of Python that need no GPU), `--part walks` does that alone; `--draw` joins the rows
 of both and draws again, also where the first machine had no Matplotlib. Intervals are 95 % of a paired bootstrap over
 requests, drawn within each task. With `--quick` networks are 16 times narrower and data are cut: a check that
@@ -67,8 +68,11 @@ class Study:
         if self.trained not in self.sizes:
             raise InputError(f"the traces lack the trained block size {self.trained}: collect with --sizes")
         self.train, self.test = (SizeTable.of(traces, (1, *self.sizes)) for traces in (train, test))
-        self.train_inputs, self.test_inputs = (PrefillInputs.of(traces, device) for traces in (train, test))
-        self.variants = list_variants(self.sizes, self.trained, num_steps=num_steps, shrink=shrink)
+        self.train_inputs, self.test_inputs = (PrefillInputs(traces, device) for traces in (train, test))
+        has_logits = self.train_inputs.has_logits and self.test_inputs.has_logits
+        self.variants = list_variants(
+            self.sizes, self.trained, num_steps=num_steps, shrink=shrink, has_logits=has_logits
+        )
 
     def rows(self, manifest: dict[str, Any], part: str) -> Iterator[dict[str, Any]]:
         if part != "walks":
@@ -176,6 +180,8 @@ def run(arguments: argparse.Namespace) -> None:
     shrink = QUICK_SHRINK if arguments.quick else 1
     study = Study(train, test, device=arguments.device, num_steps=arguments.steps, shrink=shrink)
     rows = list(study.rows(manifests[0], arguments.part))
+    if arguments.out is not None:
+        write_text(arguments.out / "taus.json", json.dumps(study.test.describe_taus()) + "\n")
     show(rows, describe_run(arguments, manifests), arguments.out)
 
 

@@ -47,7 +47,7 @@ def _optimal_table(rows: Sequence[Row], trained: int) -> str:
         f"best beats {trained} by less than 1 / 2 / 5 %",
         "oracle",
     )
-    return _table(
+    return markdown_table(
         "Optimal size of each request",
         head,
         [
@@ -75,7 +75,7 @@ def _split_table(rows: Sequence[Row], trained: int) -> str:
         "the part's own oracle",
         "kept",
     )
-    return _table(
+    return markdown_table(
         "Size chosen on one part of the answer, judged on the other",
         head,
         [
@@ -106,7 +106,7 @@ def _prefill_table(rows: Sequence[Row], trained: int) -> str:
         "of the oracle's gain",
         "best named",
     )
-    return _table(
+    return markdown_table(
         "One size per request, chosen after prefill",
         head,
         [
@@ -128,7 +128,7 @@ def _prefill_table(rows: Sequence[Row], trained: int) -> str:
 
 def _load_table(rows: Sequence[Row], trained: int) -> str:
     head = ("load", "method", "speed over plain", f"over {trained}", "over best fixed", "of the request oracle's gain")
-    return _table(
+    return markdown_table(
         "Under step costs",
         head,
         [
@@ -145,7 +145,7 @@ def _load_table(rows: Sequence[Row], trained: int) -> str:
     )
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""
     lines = [head, ["---"] * len(head), *rows]

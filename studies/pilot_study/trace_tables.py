@@ -23,6 +23,7 @@ from pilot_study.intervals import Values
 
 PARTS = ("whole", "loop_free", "first", "second", "odd", "even")
 STRETCH = 32  # tokens
+DIGITS = 9  # of tau: what is equal shall be equal, whatever the order of sums
 SAME = ("target", "drafter", "drafter_sha256", "dtype", "temperature", "vocab_size", "trained_block_size", "sizes")
 
 Shapes = Counter[tuple[int, int]]  # (block size, verify size) -> number of steps
@@ -77,6 +78,17 @@ class SizeTable:
     def at(self, chosen: NDArray[np.int64], part: str = "whole") -> Values:
         """tau [N] at one size per request."""
         return self.parts[part][np.arange(len(self)), [self.sizes.index(int(size)) for size in chosen]]
+
+    def describe_taus(self) -> dict[str, Any]:
+        """For JSON: what `of_taus` reads."""
+        return {"sizes": list(self.sizes), "tasks": list(self.tasks), "tau": self.parts["whole"].tolist()}
+
+    @classmethod
+    def of_taus(cls, found: Mapping[str, Any]) -> "SizeTable":
+        """Whole answers alone, without what their steps look like."""
+        tau = np.array(found["tau"], dtype=np.float64)
+        none = np.zeros(len(tau), dtype=np.int64)
+        return cls(tuple(found["sizes"]), tuple(found["tasks"]), none, {"whole": tau}, ((),) * len(tau))
 
     def milliseconds(self, costs: StepCosts) -> Values:
         """[N, S] of whole answers, for costs that do not depend on the context."""
@@ -133,6 +145,7 @@ def part_taus(steps: Sequence[SimulatedStep], loop: int) -> dict[str, float]:
         "odd": places // STRETCH % 2 == 0,  # the first, third, ... stretch
         "even": places // STRETCH % 2 == 1,
     }
-    taus = {name: 1 / float(shares[mask].mean()) if mask.any() else float("nan") for name, mask in kept.items()}
+    means = {name: float(shares[mask].mean()) if mask.any() else float("nan") for name, mask in kept.items()}
+    taus = {name: round(1 / mean, DIGITS) for name, mean in means.items()}
     is_free = np.array([step.anchor < loop for step in steps])
     return taus | {"loop_free": float(emitted[is_free].mean())}

@@ -15,6 +15,7 @@ from blockpilot.pilots.prefill import (
     PrefillNetwork,
     PrefillTraining,
     read_features,
+    read_values,
     sizes_around,
     train_prefill,
 )
@@ -35,18 +36,21 @@ class Variant:
     group: str
     name: str
     sizes: tuple[int, ...]
-    inputs: str = "distribution"
+    inputs: str = "probabilities"
     hidden_size: int = 2048
     num_layers: int = 2
     objective: str = "class"
+    preferred_size: int | None = None  # where sizes tie; None: the smallest
     seed: int = 0
     num_steps: int = 1500  # of training; how long the published one was trained is not known
 
 
-def list_variants(collected: Sequence[int], trained: int, *, num_steps: int, shrink: int = 1) -> list[Variant]:
+def list_variants(
+    collected: Sequence[int], trained: int, *, num_steps: int, shrink: int = 1, has_logits: bool = False
+) -> list[Variant]:
     """The published network first. Where the traces lack a size of B-2 .. B+2 all collected sizes are candidates.
 
-    `shrink` divides the widths.
+    `shrink` divides the widths. `has_logits`: the traces keep all logits of the first token.
     """
     windows = {radius: sizes_around(trained, radius) for radius in (1, 2, 3)}
     found = {radius: sizes for radius, sizes in windows.items() if set(sizes) <= set(collected)}
@@ -65,8 +69,10 @@ def list_variants(collected: Sequence[int], trained: int, *, num_steps: int, shr
     variants += [replace(main, group="layers", name=f"layers {count}", num_layers=count) for count in (1, 3)]
     variants += [
         replace(main, group="inputs", name=f"inputs: {inputs}", inputs=inputs)
-        for inputs in ("normalised", "softmax", "top-k", "hidden")
+        for inputs in ("logits", "normalised", "softmax", "top-k", "hidden")
+        if inputs != "logits" or has_logits
     ]
+    variants.append(replace(main, group="ties", name=f"ties go to {trained}", preferred_size=trained))
     variants += [
         replace(main, group="training", name=f"{name} as many steps", num_steps=max(1, int(factor * num_steps)))
         for name, factor in (("a quarter", 0.25), ("4 times", 4))
@@ -77,22 +83,18 @@ def list_variants(collected: Sequence[int], trained: int, *, num_steps: int, shr
 
 @dataclass(frozen=True)
 class PrefillInputs:
-    """What the target knew after each prompt, on the device that trains."""
+    """What the target knew after each prompt, read for the device that trains."""
 
-    probabilities: Tensor  # [N, V]
-    hidden: Tensor  # [N, H]
+    traces: Sequence[Trace]
+    device: str
 
-    @classmethod
-    def of(cls, traces: Sequence[Trace], device: str) -> "PrefillInputs":
-        """What lies outside the kept mass counts as 0, as in `Trace.prefill_state`."""
-        probabilities = np.zeros((len(traces), traces[0].setting.vocab_size), dtype=np.float32)
-        for row, trace in enumerate(traces):
-            probabilities[row, trace.prefill.token_ids] = trace.prefill.probabilities
-        hidden = np.stack([trace.prefill.hidden for trace in traces]).astype(np.float32)
-        return cls(torch.from_numpy(probabilities).to(device), torch.from_numpy(hidden).to(device))
+    @property
+    def has_logits(self) -> bool:
+        return all(trace.prefill.logits is not None for trace in self.traces)
 
     def values(self, inputs: str) -> Tensor:
-        return self.hidden if inputs == "hidden" else self.probabilities
+        """[N, V or H]"""
+        return torch.stack([read_values(trace.prefill_state(), inputs) for trace in self.traces]).to(self.device)
 
 
 def train_variant(variant: Variant, inputs: PrefillInputs, scores: NDArray[Any]) -> PrefillNetwork:
@@ -107,7 +109,9 @@ def train_variant(variant: Variant, inputs: PrefillInputs, scores: NDArray[Any])
         objective=variant.objective,
     )
     num_epochs = math.ceil(variant.num_steps / math.ceil(len(values) / BATCH_SIZE))
-    training = PrefillTraining(num_epochs=num_epochs, batch_size=BATCH_SIZE, seed=variant.seed)
+    training = PrefillTraining(
+        num_epochs=num_epochs, batch_size=BATCH_SIZE, seed=variant.seed, preferred_size=variant.preferred_size
+    )
     return train_prefill(config, values, torch.from_numpy(scores), training)
 
 

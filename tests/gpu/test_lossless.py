@@ -36,6 +36,19 @@ def test_every_method_gives_the_plain_text(dtype: str, name: str, temperature: f
         assert [answer.token_ids for answer in found] == expected
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sizes_of_their_own_give_the_plain_text(dtype: str) -> None:
+    sizes = (14, 15, 16, 17, 18)
+    llm = make_llm("qwen2", drafter=make_dflash("qwen2"), device="cuda", dtype=dtype, own_shapes=sizes)
+    params = [SamplingParams(max_new_tokens=40 + i, temperature=0.8 * (i % 2), seed=i) for i in range(4)]
+    for prompts in (PROMPTS[:1], PROMPTS):
+        expected = [answer.token_ids for answer in llm.generate(prompts, params[: len(prompts)], is_raw=True)]
+        for size in sizes:
+            found = llm.generate(prompts, params[: len(prompts)], pilot=f"fixed:{size}", is_raw=True)
+            assert [answer.token_ids for answer in found] == expected, size
+    assert isinstance(llm.engine.runner, GpuTargetRunner) and {*sizes} <= {key[1] for key in llm.engine.runner._passes}
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafts_are_those_of_the_cpu(temperature: float) -> None:
     """Graphs are replayed for many steps while other memory comes and goes: what they read must still be there."""

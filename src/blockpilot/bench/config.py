@@ -16,7 +16,7 @@ KNOWN_METHODS = (
 BEST_FIXED = "best-fixed"
 BEST_FIXED_TREE = "best-fixed-tree"
 CANDIDATES = {  # of methods that are chosen on calibration prompts
-    BEST_FIXED: tuple(f"dflash:{size}" for size in range(2, 17)),
+    BEST_FIXED: tuple(f"dflash:{size}" for size in range(2, 19)),
     BEST_FIXED_TREE: ("tree:3@4", "tree:6@4", "tree:6@8", "tree:10@8", "tree:15@8", "tree:15", "tree:31", "tree:63"),
 }
 _RATES = {"cpu": 40.0, "cuda": 2000.0}  # tokens/s of the default pair, of a data-centre GPU, in order of magnitude

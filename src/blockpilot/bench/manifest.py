@@ -64,6 +64,8 @@ def describe_run(
         "reference": reference and reference.describe(),
         "versions": _describe_versions(),
     }
+    if plain.config.own_shapes:
+        description["own_shapes"] = plain.config.own_shapes
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:12]
     return json.loads(json.dumps({"id": digest, **description}))
 

@@ -70,6 +70,8 @@ def _add_work_options(group: options.Options) -> None:
     options.add_option(group, "--repeats", _DEFAULTS.repeats, "times every prompt is measured")
     options.add_option(group, "--concurrency", _DEFAULTS.concurrency, "prompts answered at once")
     budget_help = "prompt tokens of one pass; longer prompts are read in pieces (default: a whole batch at once)"
+    shapes_help = "block sizes that a GPU runs as they are, not rounded up to a recorded shape, such as 14-18"
+    options.add_option(group, "--own-shapes", "", shapes_help, metavar="B,...")
     add("--token-budget", type=int, metavar="N", help=budget_help)
     calibration_help = "calibration prompts per task for best-fixed and best-fixed-tree"
     options.add_option(group, "--calibration-prompts", _DEFAULTS.calibration_prompts, calibration_help)
@@ -81,7 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     from blockpilot.bench.methods import choose_drafters, parse_methods
 
     options.check_ray(arguments)
-    engine_config = options.read_engine_config(arguments)
+    own_shapes = options.read_sizes(arguments.own_shapes, "--own-shapes")
+    engine_config = options.read_engine_config(arguments, own_shapes=own_shapes)
     names = _usual_methods(arguments) if arguments.methods is None else _read_names(arguments.methods, "--methods")
     methods = parse_methods(names, device=arguments.device, target=arguments.target, pilot_folder=arguments.pilot_file)
     tasks = _read_tasks(arguments)

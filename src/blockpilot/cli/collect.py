@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from blockpilot.cli import options
 from blockpilot.cli.console import ProgressLines, print_result, show_progress
-from blockpilot.core.config import MAX_BLOCK_SIZE, device_type
+from blockpilot.core.config import device_type
 from blockpilot.core.errors import InputError, require_at_least
 from blockpilot.core.files import hash_file
 from blockpilot.core.locks import command_name, hold_folder
@@ -50,6 +50,8 @@ def _add_record_options(group: options.Options) -> None:
     anchors_help = "every, or visited: draft only where a fixed chain of each size stands; cheap sweeps"
     options.add_option(group, "--anchors", "every", anchors_help, metavar="WHICH")
     options.add_option(group, "--precision", "float16", "of stored numbers: float16 or float32", metavar="PRECISION")
+    logits_help = "keep all logits of the first token, 2 bytes for each token of the vocabulary: the paper's pilot "
+    group.add_argument("--whole-logits", action="store_true", help=logits_help + "is trained on them")
     shard_help = "prompts per file; an interrupted run loses at most one file (default: 16 on a CPU, 64 on a GPU)"
     group.add_argument("--shard-size", type=int, metavar="N", help=shard_help)
 
@@ -96,9 +98,9 @@ def _collect(job: "CollectJob", arguments: argparse.Namespace) -> "TraceSet":
 def _build_config(arguments: argparse.Namespace) -> "CollectConfig":
     from blockpilot.replay.config import DEFAULT_DRAFT_SIZES, CollectConfig
 
-    sizes = _read_sizes(arguments.sizes, "--sizes")
+    sizes = options.read_sizes(arguments.sizes, "--sizes")
     if arguments.draft_sizes is not None:
-        draft_sizes = _read_sizes(arguments.draft_sizes, "--draft-sizes")
+        draft_sizes = options.read_sizes(arguments.draft_sizes, "--draft-sizes")
     elif arguments.anchors == "visited":
         draft_sizes = ()
     else:
@@ -107,21 +109,6 @@ def _build_config(arguments: argparse.Namespace) -> "CollectConfig":
     if arguments.shard_size is None:
         given["shard_size"] = _SHARD_SIZES[device_type(arguments.device)]
     return CollectConfig(**options.read_fields(CollectConfig, arguments) | given)
-
-
-def _read_sizes(text: str, flag: str) -> tuple[int, ...]:
-    """`2-6,8` -> 2, 3, 4, 5, 6, 8."""
-    advice = f"give block sizes up to {MAX_BLOCK_SIZE} and ranges of them separated by commas, such as 2-8,16"
-    ranges = options.read_list(text, flag, _read_range, advice) if text else []
-    return tuple(sorted({size for found in ranges for size in found}))
-
-
-def _read_range(text: str) -> range:
-    first, dash, last = text.partition("-")
-    start, end = (options.read_count(part, MAX_BLOCK_SIZE) for part in (first, last if dash else first))
-    if end < start:
-        raise ValueError(text)
-    return range(start, end + 1)
 
 
 def _choose_drafter(arguments: argparse.Namespace) -> str:

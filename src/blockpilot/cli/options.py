@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from blockpilot.core.config import EngineConfig, device_type
+from blockpilot.core.config import MAX_BLOCK_SIZE, EngineConfig, device_type
 from blockpilot.core.errors import InputError, require_at_least
 
 if TYPE_CHECKING:
@@ -75,6 +75,21 @@ def read_count(text: str, most: int | None = None) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 20) or (most is not None and not 0 < int(text) <= most):
         raise ValueError(text)
     return int(text)
+
+
+def read_sizes(text: str, flag: str) -> tuple[int, ...]:
+    """`2-6,8` -> 2, 3, 4, 5, 6, 8."""
+    advice = f"give block sizes up to {MAX_BLOCK_SIZE} and ranges of them separated by commas, such as 2-8,16"
+    ranges = read_list(text, flag, _read_range, advice) if text else []
+    return tuple(sorted({size for found in ranges for size in found}))
+
+
+def _read_range(text: str) -> range:
+    first, dash, last = text.partition("-")
+    start, end = (read_count(part, MAX_BLOCK_SIZE) for part in (first, last if dash else first))
+    if end < start:
+        raise ValueError(text)
+    return range(start, end + 1)
 
 
 def add_ray_options(options: Options) -> None:

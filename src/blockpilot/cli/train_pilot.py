@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from blockpilot.replay.pilot_training import TraceGroup
 
 _KINDS = ("step", "prefill")
-_INPUTS = ("distribution", "normalised", "softmax", "top-k", "hidden")
+_INPUTS = ("probabilities", "logits", "normalised", "softmax", "top-k", "hidden")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prefill")
     add_option(group, "--radius", 2, "choose among B-k .. B+k around the trained size", metavar="K")
     group.add_argument("--sizes", metavar="B,...", help="choose among these instead")
-    add_option(group, "--inputs", "distribution", choices=_INPUTS)
+    input_help = "of the first answer token; logits need traces of `collect --whole-logits`"
+    add_option(group, "--input", "probabilities", input_help, dest="inputs", choices=_INPUTS)
+    ties_help = "where sizes bring as much, learn the smallest, as published, or the one nearest to the trained size"
+    add_option(group, "--ties", "smallest", ties_help, choices=("smallest", "trained"))
     add_option(group, "--hidden-size", 2048)
     add_option(group, "--layers", 2)
     objective_help = "class: the best size, as published; tau: how much each size brings, weighed by its cost"
@@ -84,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         "tasks": sorted({trace.task for trace in train.traces}),
         "temperatures": sorted({trace.temperature for trace in train.traces}),
         "drafter_sha256": train.manifest.get("drafter_sha256"),
+        "prompt_files": train.manifest.get("prompt_files"),
     }
     with hold_folder(arguments.out, command_name()):
         require_room(arguments.out, PILOT)
@@ -140,11 +144,13 @@ def _fit_prefill(
         "num_layers": arguments.layers,
     }
     config = PrefillConfig(**read_fields(PrefillConfig, arguments) | given)
+    preferred = setting.trained_block_size if arguments.ties == "trained" else None
+    facts |= {"ties": arguments.ties, "has_whole_inputs": train.traces[0].prefill.logits is not None}
     with show_counted("epochs") as report:
         pilot = train_prefill_pilot(
             train,
             config,
-            PrefillTraining(num_epochs=arguments.epochs, seed=arguments.seed),
+            PrefillTraining(num_epochs=arguments.epochs, seed=arguments.seed, preferred_size=preferred),
             device=arguments.device,
             report=lambda done, total: report("training the network", done, total),
         )

@@ -94,6 +94,7 @@ class EngineConfig:
     token_budget: int = 512  # prompt tokens prefetched into the cache per pass; long prompts go in chunks of this size
     context_length: int | None = None  # None: the target's own limit
     reuses_prefixes: bool = False  # prompts that begin as an earlier text did are read from there on
+    own_shapes: tuple[int, ...] = ()  # block sizes that a GPU drafts and checks as they are, not rounded up to a bucket
     linear_backend: str = "auto"  # how float32 weights are packed on a CPU: auto, mkldnn, plain
 
     def __post_init__(self) -> None:
@@ -107,6 +108,8 @@ class EngineConfig:
             if not least <= value <= most:
                 bound = f"at least {least}" if value < least else f"at most {most}"
                 raise InputError(f"{name} must be {bound}, got {show_value(value)}")
+        if any(not 2 <= size <= MAX_BLOCK_SIZE for size in self.own_shapes):
+            raise InputError(f"own_shapes are block sizes between 2 and {MAX_BLOCK_SIZE}, got {self.own_shapes}")
         if self.dtype not in DTYPES:
             raise InputError(f"unknown dtype {self.dtype!r}: use {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
         if device_type(self.device) == "cuda" and self.dtype == "auto":

@@ -20,6 +20,7 @@ class Placement:
     device: torch.device
     dtype: torch.dtype
     linear_backend: str = "plain"
+    own_shapes: tuple[int, ...] = ()
 
 
 def torch_dtype(name: str) -> torch.dtype | None:

@@ -53,6 +53,7 @@ def place_target(decoder: Decoder, config: EngineConfig) -> Placement:
         device=device,
         dtype=torch.float32 if dtype == torch.int8 else dtype,  # of activations and caches
         linear_backend=choose_backend(config.linear_backend, device, dtype),
+        own_shapes=config.own_shapes,
     )
     is_placed = decoder.embed_tokens.weight.device.type == device.type
     require_engine_room(

@@ -274,8 +274,10 @@ def _first_token(sequence: Sequence, result: PassResult, row: int) -> int:
 def _prefill_state(sequence: Sequence, result: PassResult, row: int) -> PrefillState | None:
     if not sequence.pilot.reads_prefill or result.hidden is None:
         return None
+    logits = result.logits[row].float()
     return PrefillState(
         num_prompt_tokens=len(sequence.prompt_ids),
-        probabilities=result.logits[row].float().softmax(dim=-1),
+        probabilities=logits.softmax(dim=-1),
         hidden=result.hidden[row],
+        logits=logits,
     )

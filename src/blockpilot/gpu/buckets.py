@@ -27,6 +27,11 @@ MAX_CHAIN_ROWS = 1024  # that an EAGLE-3 drafter is shown at once
 CHAIN_OBSERVED = (2, 4, 8, MAX_EAGLE3_BLOCK_SIZE)  # tokens that it is shown
 
 
+def with_shapes(buckets: Sequence[int], own_shapes: Sequence[int]) -> tuple[int, ...]:
+    """The buckets, and sizes that shall not be rounded up."""
+    return tuple(sorted({*buckets, *own_shapes}))
+
+
 def round_up(value: int, buckets: Sequence[int]) -> int:
     """The smallest bucket that holds the value; the value itself beyond the last."""
     place = bisect_left(buckets, value)

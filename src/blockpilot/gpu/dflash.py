@@ -24,6 +24,7 @@ from blockpilot.gpu.buckets import (
     context_bucket,
     context_buckets,
     round_up,
+    with_shapes,
 )
 from blockpilot.gpu.device import capture, check_memory, graph_pool, wait_for
 from blockpilot.gpu.fused import FusedDFlash
@@ -65,6 +66,7 @@ class GpuDFlashDrafter(DFlashDrafter):
         check_memory(self.device, needed, "the drafter's results")
         self._hidden, self._logits = (self.cache.rows.new_empty(num_rows, size) for size in (hidden_size, num_logits))
         self._spare_slot = placement.num_slots
+        self._blocks = with_shapes(BLOCKS, placement.own_shapes)
         self._pool = graph_pool(self.device)
         self.views = RecordedViews(
             self.cache, self._store_view, buckets=OBSERVED, max_rows=MAX_DRAFT_ROWS, pool=self._pool
@@ -80,8 +82,8 @@ class GpuDFlashDrafter(DFlashDrafter):
     def prepare(self, num_requests: int) -> None:
         """Record drafts of the usual sizes, and observing from the target's buffer."""
         rounded = round_up(num_requests, REQUESTS)
-        usual = round_up(self.block_size + 2, BLOCKS)
-        for count in (size for size in BLOCKS if 4 <= size <= usual):
+        usual = round_up(self.block_size + 2, self._blocks)
+        for count in (size for size in self._blocks if 4 <= size <= usual):
             for width in self._widths:
                 if rounded * count <= MAX_DRAFT_ROWS:
                     for context in context_buckets(self.cache.capacity):
@@ -110,16 +112,16 @@ class GpuDFlashDrafter(DFlashDrafter):
 
     def can_run(self, num_requests: int, block_size: int) -> bool:
         """Whether such a draft is recorded, or will be when it first occurs."""
-        return round_up(num_requests, REQUESTS) * round_up(block_size, BLOCKS) <= MAX_DRAFT_ROWS
+        return round_up(num_requests, REQUESTS) * round_up(block_size, self._blocks) <= MAX_DRAFT_ROWS
 
     def find_passes(self, num_requests: int, block_size: int, num_candidates: int) -> list[DraftPass]:
         """Those for short contexts and, where slots are long, for long ones."""
-        shape = round_up(num_requests, REQUESTS), round_up(block_size, BLOCKS)
+        shape = round_up(num_requests, REQUESTS), round_up(block_size, self._blocks)
         width = self._width(num_candidates)
         return [self._find_draft(*shape, context, width) for context in context_buckets(self.cache.capacity)]
 
     def find_pass(self, requests: Sequence[DraftRequest]) -> DraftPass:
-        count = round_up(max([request.block_size for request in requests]), BLOCKS)
+        count = round_up(max([request.block_size for request in requests]), self._blocks)
         width = self._width(max([request.num_candidates for request in requests]))
         context = context_bucket([self.cache.lengths[request.slot] for request in requests])
         return self._find_draft(round_up(len(requests), REQUESTS), count, context, width)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blockpilot.decoding.probe_passes import Difference, Pass, bits, path_to, read_token
 from blockpilot.decoding.target import TargetRunner
-from blockpilot.gpu.buckets import CHECK_TOKENS, PROMPT_TOKENS, round_up
+from blockpilot.gpu.buckets import PROMPT_TOKENS, round_up
 from blockpilot.gpu.interface import Kernels, Parts
 from blockpilot.gpu.target import GpuTargetRunner
 
@@ -42,7 +42,7 @@ def find_difference(runner: TargetRunner, done: Pass, request: int, node: int) -
     alone = [_trace(runner, partial(read_token, runner, slot, tree.token_ids[at])) for at in path]
     done.rewind(runner)
     together = _trace(runner, partial(done.run, runner))  # last, so that its rows are those in the slot
-    count = round_up(max(len(tree) for _, tree in done.trees), PROMPT_TOKENS if done.is_prompt else CHECK_TOKENS)
+    count = round_up(max(len(tree) for _, tree in done.trees), PROMPT_TOKENS if done.is_prompt else runner.buckets)
     for place, (operation, found) in enumerate(together):
         is_head = done.is_prompt and place == len(alone[0]) - 1  # it is shown each piece's last token alone
         for at, plain in [(path[-1], alone[-1])] if is_head else zip(path, alone, strict=True):

@@ -26,7 +26,7 @@ from blockpilot.core.config import MAX_TREE_NODES
 from blockpilot.core.tree import DraftTree
 from blockpilot.decoding.drafter import Drafter
 from blockpilot.decoding.step import Landed, Report, StepRequest
-from blockpilot.gpu.buckets import CHECK_TOKENS, REQUESTS, round_up
+from blockpilot.gpu.buckets import REQUESTS, round_up
 from blockpilot.gpu.device import Stopwatch, capture, graph_pool
 from blockpilot.gpu.dflash import DraftPass, GpuDFlashDrafter
 from blockpilot.gpu.eagle3 import GpuEagle3Drafter
@@ -142,7 +142,7 @@ class DeviceExecutor:
         self, num_requests: int, choice: Choice, num_candidates: int, drafter: GpuDFlashDrafter
     ) -> None:
         drafts = drafter.find_passes(num_requests, choice.draft_size, num_candidates)
-        for count in _check_sizes(choice):
+        for count in _check_sizes(choice, self.runner.buckets):
             if self.runner.can_run(num_requests, count):
                 can_branch = not choice.is_chain
                 checks = self.runner.find_passes(num_requests, count, drafter.tap_layers, can_branch=can_branch)
@@ -340,11 +340,11 @@ def _tree_limits(request: StepRequest) -> tuple[int, int]:
     return (min(most, depth) if request.choice.is_chain else most if depth else 0), depth
 
 
-def _check_sizes(choice: Choice) -> Sequence[int]:
+def _check_sizes(choice: Choice, buckets: Sequence[int]) -> Sequence[int]:
     """Buckets of checks that can follow this draft. 0 nodes, as in `Pilot.options`, mean any number."""
     if choice.is_chain:
-        return [count for count in CHECK_TOKENS if 1 < count <= round_up(choice.draft_size, CHECK_TOKENS)]
-    return [round_up(choice.num_nodes + 1, CHECK_TOKENS)] if choice.num_nodes else CHECK_TOKENS[1:]
+        return [count for count in buckets if 1 < count <= round_up(choice.draft_size, buckets)]
+    return [round_up(choice.num_nodes + 1, buckets)] if choice.num_nodes else buckets[1:]
 
 
 def _read_reports(ticket: Ticket) -> list[Report]:

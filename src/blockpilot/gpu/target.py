@@ -32,6 +32,7 @@ from blockpilot.gpu.buckets import (
     context_buckets,
     largest_below,
     round_up,
+    with_shapes,
 )
 from blockpilot.gpu.device import capture, check_memory, graph_pool, wait_for
 from blockpilot.gpu.fused import FusedDecoder
@@ -63,11 +64,12 @@ class PromptPass:
 
 
 class GpuTargetRunner(TargetRunner):
-    buckets = CHECK_TOKENS
+    buckets: tuple[int, ...] = CHECK_TOKENS
     num_spare = 1
 
     def __init__(self, decoder: Decoder, placement: Placement) -> None:
         config, device, dtype = decoder.config, placement.device, placement.dtype
+        self.buckets = with_shapes(CHECK_TOKENS, placement.own_shapes)
         self.max_rows = _max_rows(config, placement)
         check_memory(device, _bytes_needed(config, placement, self.max_rows), "the target's cache and results")
         super().__init__(decoder, placement)
@@ -91,7 +93,7 @@ class GpuTargetRunner(TargetRunner):
     def prepare(self, num_requests: int, tap_layers: Collection[int], *, can_branch: bool) -> None:
         """Record the checks of all sizes, for short contexts and, where slots are long, for long ones; and prompts."""
         rounded = round_up(num_requests, REQUESTS)
-        for count in CHECK_TOKENS:
+        for count in self.buckets:
             if rounded * count <= self.max_rows:
                 self.find_passes(num_requests, count, tap_layers, can_branch=can_branch)
         for count in PROMPT_TOKENS:
@@ -170,7 +172,7 @@ class GpuTargetRunner(TargetRunner):
             num_rows = len(trees) * check.plan.count
             best = self._best_ids[:num_rows].tolist()
             return PassResult(check.logits, check.taps, range(0, num_rows, check.plan.count), best=best)
-        most = largest_below(self.max_rows // round_up(largest, CHECK_TOKENS), REQUESTS)
+        most = largest_below(self.max_rows // round_up(largest, self.buckets), REQUESTS)
         logits, taps, best = [], [], []
         for start in range(0, len(trees), most):
             part = slice(start, start + most)
@@ -201,7 +203,7 @@ class GpuTargetRunner(TargetRunner):
         return check
 
     def can_run(self, num_requests: int, num_tokens: int) -> bool:
-        return round_up(num_requests, REQUESTS) * round_up(num_tokens, CHECK_TOKENS) <= self.max_rows
+        return round_up(num_requests, REQUESTS) * round_up(num_tokens, self.buckets) <= self.max_rows
 
     def longest_piece(self, num_requests: int) -> int:
         return largest_below(self.max_rows // round_up(num_requests, REQUESTS), PROMPT_TOKENS)
@@ -211,14 +213,14 @@ class GpuTargetRunner(TargetRunner):
     ) -> CheckPass:
         """The pass for that many tokens of each request, or more; for chains alone unless a tree `can_branch`."""
         context = context_bucket([self.cache.lengths[slot] for slot in slots])
-        shape = round_up(len(slots), REQUESTS), round_up(num_tokens, CHECK_TOKENS)
+        shape = round_up(len(slots), REQUESTS), round_up(num_tokens, self.buckets)
         return self._pass(*shape, context, tuple(tap_layers), can_branch)
 
     def find_passes(
         self, num_requests: int, num_tokens: int, tap_layers: Collection[int], *, can_branch: bool
     ) -> list[CheckPass]:
         """Those for short contexts and, where slots are long, for long ones."""
-        shape = round_up(num_requests, REQUESTS), round_up(num_tokens, CHECK_TOKENS)
+        shape = round_up(num_requests, REQUESTS), round_up(num_tokens, self.buckets)
         contexts = context_buckets(self.cache.capacity)
         return [self._pass(*shape, context, tuple(tap_layers), can_branch) for context in contexts]
 
@@ -337,7 +339,8 @@ def _bytes_needed(config: DecoderConfig, placement: Placement, max_rows: int) ->
     num_slots, context_length, dtype = placement.num_slots, placement.context_length, placement.dtype
     row = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     cache = (num_slots + 1) * (context_length + MAX_TREE_NODES) * row
-    sizes = [size * count for size in REQUESTS if size <= round_up(num_slots, REQUESTS) for count in CHECK_TOKENS]
+    counts = with_shapes(CHECK_TOKENS, placement.own_shapes)
+    sizes = [size * count for size in REQUESTS if size <= round_up(num_slots, REQUESTS) for count in counts]
     kept = len(context_buckets(context_length)) * sum(rows for rows in sizes if rows <= max_rows)  # of every pass
     num_hidden = 8 if config.moe is None else 8 + config.moe.num_active * 4 // dtype.itemsize  # experts leave float32
     hidden = max(max_rows, MAX_PROMPT_ROWS) * num_hidden * config.hidden_size

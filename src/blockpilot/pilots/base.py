@@ -33,6 +33,7 @@ class PrefillState:
     num_prompt_tokens: int
     probabilities: "Tensor"  # [V] float32, of the first answer token, at temperature 1
     hidden: "Tensor"  # [H], the last prompt token's final hidden state
+    logits: "Tensor | None" = None  # [V] float32; None: a trace keeps the likeliest tokens alone, the others count as 0
 
 
 class PilotInputs(NamedTuple):

@@ -1,11 +1,15 @@
 """The BlockPilot paper's pilot: one block size per request, read off the target's first next-token distribution.
 
 A multilayer perceptron sees the distribution after prefill once and names a size near the trained one; the whole answer
-is then drafted at that size. As published: raw probabilities, two hidden layers of 2048 with ReLU and dropout, the
-second with a residual, cross-entropy over the sizes B-2 .. B+2. The variants of its ablations are options here.
+is then drafted at that size. As in the paper and its released code: two hidden layers of 2048 with ReLU and dropout of
+0.2, the second with a residual, Kaiming's and Xavier's initialisation, cross-entropy over the sizes B-2 .. B+2. The
+paper names probabilities as inputs, the released code writes raw logits; how it was trained is not released. The
+variants of its ablations are options here.
 
-    inputs      distribution (raw), normalised, softmax (a second time), top-k (largest ones and the entropy), hidden
+    inputs      probabilities, logits, normalised, softmax (a second time), top-k (largest ones and the entropy), hidden
     objective   class: the likeliest best size; tau: predicted tau of every size, divided by what its step costs
+    ties        where several sizes bring as much the smallest counts as the best, as in the released tables, or the one
+                nearest to the drafter's own (`preferred_size`)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +26,7 @@ from blockpilot.pilots.base import Asked, Choice, Drafted, Pilot, PrefillState, 
 from blockpilot.pilots.cost_model import CostSource, StepCosts
 from blockpilot.pilots.fixed import select_chains
 
-INPUTS = ("distribution", "normalised", "softmax", "top-k", "hidden")
+INPUTS = ("probabilities", "logits", "normalised", "softmax", "top-k", "hidden")
 _OBJECTIVES = ("class", "tau")
 _MAX_INPUTS = 1 << 20
 _TOP_K = 64
@@ -34,10 +38,10 @@ _WEIGHT_DECAY = 0.01
 class PrefillConfig:
     input_size: Positive  # the vocabulary's size; for `hidden` the target's hidden size
     sizes: tuple[Positive, ...]  # block sizes to choose from
-    inputs: str = "distribution"
+    inputs: str = "probabilities"
     hidden_size: int = 2048
     num_layers: int = 2
-    dropout: float = 0.1
+    dropout: float = 0.2
     objective: str = "class"
 
     def __post_init__(self) -> None:
@@ -67,8 +71,17 @@ def sizes_around(trained_size: int, reach: int = 2) -> tuple[int, ...]:
     return tuple(range(max(2, trained_size - reach), trained_size + reach + 1))
 
 
+def read_values(state: PrefillState, inputs: str) -> Tensor:
+    """What a network of these inputs reads of a request [V or H], in training as online."""
+    if inputs != "logits":
+        return state.hidden if inputs == "hidden" else state.probabilities
+    if state.logits is None:
+        raise InputError("these traces keep the likeliest first tokens alone: collect with --whole-logits")
+    return state.logits
+
+
 def read_features(values: Tensor, inputs: str) -> Tensor:
-    """Network inputs [..., F] out of distributions [..., V], or hidden states [..., H] for `hidden`."""
+    """Network inputs [..., F] out of what `read_values` gives."""
     values = values.float()
     if inputs == "normalised":
         return (values - values.mean(dim=-1, keepdim=True)) / values.std(dim=-1, keepdim=True).clamp_min(1e-12)
@@ -89,6 +102,11 @@ class PrefillNetwork(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
         self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(config.hidden_size, len(config.sizes))
+        for layer in self.layers:
+            nn.init.kaiming_uniform_(cast(nn.Linear, layer).weight, nonlinearity="relu")
+        nn.init.xavier_uniform_(self.head.weight)
+        for layer in (*self.layers, self.head):
+            nn.init.zeros_(cast(nn.Linear, layer).bias)
 
     def forward(self, features: Tensor) -> Tensor:  # [N, F]
         """Logits of the sizes [N, sizes], or their tau."""
@@ -115,7 +133,7 @@ class PrefillPilot(Pilot):
         config = self.network.config
         if prefill is None:
             raise InputError("the prefill pilot needs the state after prefill, and this engine gave none")
-        values = prefill.hidden if config.inputs == "hidden" else prefill.probabilities
+        values = read_values(prefill, config.inputs)
         if values.shape[-1] != config.input_size:
             raise InputError(
                 f"the pilot was trained for a target with {config.input_size} inputs ({config.inputs}), and this one "
@@ -146,6 +164,15 @@ class PrefillTraining:
     batch_size: int = 64
     learning_rate: float = 3e-4
     seed: int = 0
+    preferred_size: int | None = None  # of sizes that bring as much the nearest to this one is best; None: the smallest
+
+
+def find_best(tau: Tensor, sizes: Sequence[int], preferred_size: int | None = None) -> Tensor:
+    """The place [N] of each request's best size in `tau` [N, sizes]."""
+    preferred = min(sizes) if preferred_size is None else preferred_size
+    nearest_first = sorted(range(len(sizes)), key=lambda place: abs(sizes[place] - preferred))
+    order = torch.tensor(nearest_first, device=tau.device)
+    return order[tau[:, order].argmax(dim=-1)]
 
 
 def train_prefill(
@@ -155,14 +182,14 @@ def train_prefill(
     training: PrefillTraining,
     report: Callable[[int, int], None] | None = None,
 ) -> PrefillNetwork:
-    """`values` [N, V] after prefill (or hidden states [N, H]) and measured `tau` [N, sizes] of the same requests.
+    """`values` [N, V or H], as `read_values` gives them, and measured `tau` [N, sizes] of the same requests.
 
     The objective `class` learns which size is best; `tau` learns how much each size brings. `report` is called
     after every epoch with the epochs done, and of how many.
 
-    The likeliest first tokens of all requests are a small part of a vocabulary. Inputs that are 0 in every row have no
-    gradient, so AdamW moves their weights by its decay alone: training the first layer without them gives the same
-    weights in a fraction of the time.
+    Where traces keep the likeliest first tokens alone, these are a small part of a vocabulary. Inputs that are 0 in
+    every row have no gradient, so AdamW moves their weights by its decay alone: training the first layer without them
+    gives the same weights in a fraction of the time.
     """
     torch.manual_seed(training.seed)
     with values.device:  # a hundred million random numbers are drawn where they are needed
@@ -173,6 +200,7 @@ def train_prefill(
     first.weight, features = nn.Parameter(whole[:, used]), features[:, used]
     rate = training.learning_rate
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=_WEIGHT_DECAY, fused=True)
+    best = find_best(tau, config.sizes, training.preferred_size)
     order = torch.Generator().manual_seed(training.seed)
     steps_per_epoch = -(-len(tau) // training.batch_size)
     num_epochs = training.num_epochs or -(-_TRAINING_STEPS // steps_per_epoch)
@@ -181,7 +209,7 @@ def train_prefill(
             optimizer.zero_grad()
             scores = network(features[rows])
             if config.objective == "class":
-                loss = nn.functional.cross_entropy(scores, tau[rows].argmax(dim=-1))
+                loss = nn.functional.cross_entropy(scores, best[rows])
             else:
                 loss = nn.functional.mse_loss(scores, tau[rows])
             loss.backward()

@@ -9,7 +9,7 @@ the target and of the drafter. A CPU takes them one by one: there more at once o
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,7 @@ class Collector:
         readings = read_texts(self.llm.engine.runner, texts, tap_layers=self.drafter.tap_layers)
         drafted = self._draft(readings)
         for (request, text), reading, (emitted, drafts) in zip(group, readings, drafted, strict=True):
+            prefill = reading.prefill if self.config.whole_logits else replace(reading.prefill, logits=None)
             yield Trace(
                 prompt_id=request.prompt_id,
                 task=request.task,
@@ -113,7 +114,7 @@ class Collector:
                 finish_reason=text.finish_reason,
                 num_disagreements=reading.num_disagreements,
                 emitted=emitted,
-                prefill=reading.prefill,
+                prefill=prefill,
                 drafts=drafts,
                 setting=self.setting,
             )

@@ -27,6 +27,7 @@ class CollectConfig:
     max_new_tokens: int = 256
     anchors: str = "every"  # or visited: only where a fixed chain of each size would stand
     precision: str = "float16"
+    whole_logits: bool = False  # keep all logits of the first token, not just the likeliest tokens
     shard_size: int = 16  # requests per file
 
     def __post_init__(self) -> None:

@@ -59,6 +59,7 @@ def pad_ids(texts: Sequence[FinishedText], device: torch.device) -> Tensor:
 
 @torch.inference_mode()
 def read_texts(runner: TargetRunner, texts: Sequence[FinishedText], *, tap_layers: tuple[int, ...]) -> list[Reading]:
+    """The prefill of each has all logits of its first token, too."""
     if isinstance(runner, CpuTargetRunner):
         return [_read_exactly(runner, text, tap_layers) for text in texts]
     decoder = runner.decoder
@@ -105,8 +106,8 @@ def _prefill_columns(logits: Tensor, hidden: Tensor) -> list[PrefillColumns]:
     best = log_probs.exp().topk(min(_MAX_KEPT, log_probs.shape[-1]))
     running = best.values.double().cumsum(dim=-1)
     entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
-    wanted = (best.indices, best.values, running, entropy, hidden.float())
-    token_ids, probabilities, masses, entropies, states = (x.cpu().numpy() for x in wanted)
+    wanted = (best.indices, best.values, running, entropy, hidden.float(), logits.float())
+    token_ids, probabilities, masses, entropies, states, whole = (x.cpu().numpy() for x in wanted)
     counts = np.minimum((masses < _KEPT_MASS).sum(axis=-1) + 1, masses.shape[-1])
     return [
         PrefillColumns(
@@ -115,6 +116,7 @@ def _prefill_columns(logits: Tensor, hidden: Tensor) -> list[PrefillColumns]:
             mass=float(masses[row, count - 1]),
             entropy=float(entropies[row]),
             hidden=states[row],
+            logits=whole[row],
         )
         for row, count in enumerate(counts)
     ]

@@ -11,7 +11,7 @@ import numpy as np
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.fitting import Drafts, fit_calibration, fit_forecast
-from blockpilot.pilots.prefill import PrefillConfig, PrefillPilot, PrefillTraining, train_prefill
+from blockpilot.pilots.prefill import PrefillConfig, PrefillPilot, PrefillTraining, read_values, train_prefill
 from blockpilot.pilots.step import StepPilot
 from blockpilot.replay.simulate import total, walk_chain
 from blockpilot.replay.trace_files import TraceSet, require_alike
@@ -45,8 +45,9 @@ def read_group(folders: Sequence[Path], *, like: TraceGroup | None = None) -> Tr
 
 
 def _widths(trace: Trace) -> tuple[int, ...]:
-    """What arrays of several traces must share: the hidden size, and how many candidates were kept."""
-    return len(trace.prefill.hidden), *(draft.log_probs.shape[-1] for draft in trace.drafts.values())
+    """What arrays of several traces must share: the hidden size, logits or none, and how many candidates were kept."""
+    num_candidates = (draft.log_probs.shape[-1] for draft in trace.drafts.values())
+    return len(trace.prefill.hidden), trace.prefill.logits is not None, *num_candidates
 
 
 def hold_out(group: TraceGroup, *, share: int = 4) -> tuple[TraceGroup, TraceGroup]:
@@ -131,7 +132,6 @@ def train_prefill_pilot(
     import torch
 
     check_enough(group, "training")
-    states = [trace.prefill_state() for trace in group.traces]
-    values = torch.stack([state.hidden if config.inputs == "hidden" else state.probabilities for state in states])
+    values = torch.stack([read_values(trace.prefill_state(), config.inputs) for trace in group.traces])
     tau = torch.from_numpy(tau_table(group.traces, config.sizes))
     return PrefillPilot(train_prefill(config, values.to(device), tau, training, report))

@@ -46,6 +46,7 @@ class TraceManifest(TypedDict):
     max_block_size: _Limit
     vocab_size: _Limit
     anchors: Literal["every", "visited"]
+    whole_logits: NotRequired[bool]  # a column with the first token's logits, all of them
     is_complete: NotRequired[bool]
     num_traces: NotRequired[Count]  # once it is complete
 
@@ -85,6 +86,8 @@ def _wanted_columns(
     promises: Mapping[str, Promise], manifest: TraceManifest
 ) -> dict[str, tuple[str, tuple[Axis, ...]]]:
     wanted = _COLUMNS | {"emitted": (_INTEGERS, ("A", len(manifest["sizes"])))}
+    if manifest.get("whole_logits"):
+        wanted["prefill.logits"] = (_FLOATS, ("N", manifest["vocab_size"]))
     for size in manifest["draft_sizes"]:
         name, depth = f"draft{size}", size - 1
         wanted[f"{name}.log_probs"] = (_FLOATS, ("A", depth, f"K{size}"))

@@ -44,6 +44,7 @@ _REQUEST_COLUMNS = {  # one value per request
     "max_new_tokens": np.int32,
     "num_disagreements": np.int32,
 }
+_LOGITS = "prefill.logits"  # only where they were asked for; float16 holds those of a bfloat16 target as they are
 # the last two only where the drafter scores a child given its parent
 _DRAFT_COLUMNS = ("log_probs", "entropy", "true_ranks", "first", "pairwise")
 
@@ -168,6 +169,8 @@ def _pack(traces: Sequence[Trace], floats: np.dtype[Any]) -> Columns:
         "prefill.entropy": np.array([prefill.entropy for prefill in prefills], np.float32),
         "prefill.hidden": _rounded(np.stack([prefill.hidden for prefill in prefills]), floats),
     }
+    if logits := [prefill.logits for prefill in prefills if prefill.logits is not None]:
+        columns[_LOGITS] = _rounded(np.stack(logits), floats)
     for size in traces[0].drafts:
         for name in _DRAFT_COLUMNS:
             parts = [getattr(trace.drafts[size], name) for trace in traces]
@@ -200,6 +203,7 @@ def _unpack(
                 mass=float(columns["prefill.mass"][row]),
                 entropy=float(columns["prefill.entropy"][row]),
                 hidden=columns["prefill.hidden"][row],
+                logits=columns[_LOGITS][row] if _LOGITS in columns else None,
             ),
             drafts=drafts,
             setting=setting,

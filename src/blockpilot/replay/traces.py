@@ -37,6 +37,7 @@ class PrefillColumns:
     mass: float  # their sum; what is missing to 1 lies outside of them
     entropy: float  # of the whole distribution
     hidden: Floats  # [H]
+    logits: Floats | None = None  # [V], all of the first token's, where they were asked for
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,16 @@ class Trace:
         """The target's state after the prompt, as a pilot's `start` gets it; probabilities not kept are 0."""
         import torch
 
+        hidden = torch.from_numpy(self.prefill.hidden.astype(np.float32))
+        if self.prefill.logits is not None:
+            logits = torch.from_numpy(self.prefill.logits.astype(np.float32))
+            return PrefillState(
+                num_prompt_tokens=self.num_prompt_tokens,
+                probabilities=logits.softmax(dim=-1),
+                hidden=hidden,
+                logits=logits,
+            )
         kept = np.zeros(self.setting.vocab_size, np.float32)
         kept[self.prefill.token_ids] = self.prefill.probabilities
-        probabilities, hidden = torch.from_numpy(kept), torch.from_numpy(self.prefill.hidden.astype(np.float32))
+        probabilities = torch.from_numpy(kept)
         return PrefillState(num_prompt_tokens=self.num_prompt_tokens, probabilities=probabilities, hidden=hidden)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from blockpilot.report.run_data import Run, mean_or_only, task_title
 
 _EMPTY = "-"
-_PUBLISHED = (  # model, temperature; speedup and tau of EAGLE-3, DFlash and BlockPilot
+PUBLISHED = (  # model, temperature; speedup and tau of EAGLE-3, DFlash and BlockPilot
     ("Qwen3-4B", 0, ((1.70, 2.95), (3.99, 6.31), (4.17, 6.59))),
     ("Qwen3-4B", 1, ((1.70, 2.88), (3.80, 5.35), (4.20, 5.92))),
     ("Qwen3-8B", 0, ((1.75, 2.93), (4.42, 6.13), (4.66, 6.46))),
@@ -134,7 +134,7 @@ def published_table() -> Table:
     groups = [("", 2)] + [(name, 2) for name in ("EAGLE-3", "DFlash (16)", "BlockPilot")]
     headings = ["Model", "T"] + ["Speedup", "τ"] * 3
     rows = []
-    for model, temperature, pairs in _PUBLISHED:
+    for model, temperature, pairs in PUBLISHED:
         cells = _row(model, str(temperature))
         for pair in pairs:
             speedup, tau = pair or (None, None)

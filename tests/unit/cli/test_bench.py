@@ -61,7 +61,7 @@ def test_the_plan_is_shown_without_loading_anything(capsys: pytest.CaptureFixtur
     assert main(["bench", "--quick", "--dry-run", "--num-prompts", "2", "--methods", "best-fixed", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["plan"]["methods"] == ["ar", "best-fixed"] and plan["plan"]["max_new_tokens"] == 48
-    assert plan["num_answers"] == 2 * 2 * 5 + 2 * 15 * 5
+    assert plan["num_answers"] == 2 * 2 * 5 + 2 * 17 * 5
 
 
 def test_the_papers_method_is_left_out_by_default_where_it_was_not_trained(

@@ -182,6 +182,21 @@ def test_head_sizes_that_are_not_fused(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert "choose bfloat16" in caplog.text
 
 
+def test_sizes_of_their_own_are_not_rounded_up() -> None:
+    """A chain of 7 tokens is drafted and checked in passes of 7, not of 8; the text is the same."""
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    texts = []
+    for own_shapes, shape in (((), 8), ((5, 7), 7)):
+        llm = make_gpu_llm("llama", drafter=make_dflash(), own_shapes=own_shapes)
+        runner, drafter = llm.engine.runner, llm.drafter
+        assert isinstance(runner, GpuTargetRunner) and isinstance(drafter, GpuDFlashDrafter)
+        assert {*own_shapes} < {*runner.buckets}
+        texts.append([answer.token_ids for answer in llm.generate(PROMPTS[:1], params, pilot="fixed:7", is_raw=True)])
+        assert {key[1] for key in drafter._drafts} == {shape} and shape in {key[1] for key in runner._passes}
+        assert (8 in {key[1] for key in runner._passes}) == (shape == 8)
+    assert texts[0] == texts[1]
+
+
 def test_prepared_passes_are_those_that_decoding_uses() -> None:
     planned = make_gpu_llm("llama", drafter=make_dflash())
     runner, drafter = planned.engine.runner, planned.drafter

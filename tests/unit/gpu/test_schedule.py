@@ -83,7 +83,7 @@ def test_parts_are_added_at_once_for_many_tokens_only(num_tokens: int, num_rows:
 @given(
     num_requests=st.integers(1, 256),
     num_kv_heads=st.sampled_from([1, 2, 3, 8, 32]),
-    count=st.sampled_from(sorted({*CHECK_TOKENS, *PROMPT_TOKENS})),
+    count=st.sampled_from(sorted({*CHECK_TOKENS, *PROMPT_TOKENS, 14, 15, 17, 18})),
     group=st.integers(1, 16),
     row_bytes=st.sampled_from([32, 128, 256, 512, 1024]),
     context=st.sampled_from([2048, 1 << 30]),

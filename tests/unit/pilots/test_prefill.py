@@ -18,7 +18,9 @@ from blockpilot.pilots.prefill import (
     PrefillNetwork,
     PrefillPilot,
     PrefillTraining,
+    find_best,
     read_features,
+    read_values,
     sizes_around,
     train_prefill,
 )
@@ -33,7 +35,7 @@ def make_state(seed: int) -> PrefillState:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(VOCAB_SIZE, generator=generator) * 3
     hidden = torch.randn(32, generator=generator)
-    return PrefillState(num_prompt_tokens=9, probabilities=logits.softmax(dim=-1), hidden=hidden)
+    return PrefillState(num_prompt_tokens=9, probabilities=logits.softmax(dim=-1), hidden=hidden, logits=logits)
 
 
 def test_the_published_shape() -> None:
@@ -64,13 +66,38 @@ def test_every_input_starts_a_fixed_chain_and_survives_a_file(inputs: str, num_l
 
 
 def test_inputs_are_what_they_are_called() -> None:
-    values = make_state(0).probabilities[None]
-    assert read_features(values, "distribution").equal(values)
+    state = make_state(0)
+    assert read_values(state, "logits") is state.logits and read_values(state, "hidden") is state.hidden
+    values = read_values(state, "probabilities")[None]
+    assert values[0].equal(state.probabilities) and read_features(values, "probabilities").equal(values)
     assert float(read_features(values, "normalised").std()) == pytest.approx(1)
     assert float(read_features(values, "softmax").max()) < 0.05
     top = read_features(values, "top-k")[0]
     assert top[:-1].tolist() == sorted(values[0].tolist(), reverse=True)
     assert float(top[-1]) == pytest.approx(float(torch.distributions.Categorical(values[0]).entropy()), rel=1e-4)
+
+
+def test_the_released_initialisation() -> None:
+    torch.manual_seed(0)
+    network = PrefillNetwork(PrefillConfig(input_size=600, sizes=sizes_around(16), hidden_size=400))
+    first, head = network.layers[0], network.head
+    assert network.dropout.p == 0.2
+    assert float(first.weight.detach().abs().max()) == pytest.approx((6 / 600) ** 0.5, rel=1e-3)  # Kaiming, for ReLU
+    assert float(head.weight.detach().abs().max()) == pytest.approx((6 / 405) ** 0.5, rel=1e-2)  # Xavier
+    assert not any(parameter.any() for name, parameter in network.named_parameters() if name.endswith("bias"))
+
+
+def test_ties_go_to_the_smallest_size_or_to_the_one_nearest_to_the_trained() -> None:
+    sizes = sizes_around(16)
+    tau = torch.tensor([[5, 5, 5, 5, 5], [6, 5, 5, 6, 6], [6, 6, 5, 5, 5], [5, 6, 5, 6, 5], [1, 2, 3, 4, 5.0]])
+    assert [sizes[place] for place in find_best(tau, sizes)] == [14, 14, 14, 15, 18]
+    assert [sizes[place] for place in find_best(tau, sizes, 16)] == [16, 17, 15, 15, 18]
+
+
+def test_logits_that_are_not_all_there_are_refused() -> None:
+    state = replace(make_state(0), logits=None)
+    with pytest.raises(InputError, match="likeliest first tokens alone: collect with --whole-logits"):
+        read_values(state, "logits")
 
 
 def test_training_learns_which_size_is_best() -> None:
@@ -120,7 +147,7 @@ def test_bad_choices_are_refused(change: dict[str, object]) -> None:
         replace(CONFIG, **change)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("inputs", ["distribution", "normalised"])
+@pytest.mark.parametrize("inputs", ["probabilities", "normalised"])
 def test_columns_that_no_request_touches_are_trained_as_if_they_were_there(inputs: str) -> None:
     draw = torch.Generator().manual_seed(5)
     values = torch.rand(40, 30, generator=draw) * (torch.arange(30) % 3 == 0)  # two thirds of the inputs are always 0

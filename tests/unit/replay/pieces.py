@@ -7,6 +7,7 @@ from typing import Any
 
 from blockpilot import LLM, Completion
 from blockpilot.pilots.base import Asked, Choice, Drafted, Outcome, Pilot, PilotInputs, PrefillState, Selection
+from blockpilot.pilots.fixed import PlainPilot
 from blockpilot.pilots.growth import GrowthRules, falling_costs, grow_tree
 from blockpilot.replay.collect import collect
 from blockpilot.replay.config import CollectConfig, ReplayRequest
@@ -56,6 +57,18 @@ def decode(llm: LLM, pilot: Pilot, **settings: Any) -> list[Completion]:
 
 def shapes(steps: Sequence[Any]) -> list[tuple[int, int, int]]:
     return [(step.block_size, step.verify_size, step.emitted) for step in steps]
+
+
+@dataclass(frozen=True)
+class WatchingPilot(PlainPilot):
+    """Keeps what it was told after every prefill."""
+
+    reads_prefill: bool = True
+    seen: list[PrefillState] = field(default_factory=list)
+
+    def start(self, prefill: PrefillState | None, neighbours: Sequence[Any] = ()) -> None:
+        assert prefill is not None
+        self.seen.append(prefill)
 
 
 @dataclass

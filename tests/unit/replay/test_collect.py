@@ -35,7 +35,10 @@ def assert_same(first: Trace, second: Trace) -> None:
     np.testing.assert_array_equal(first.answer_ids, second.answer_ids)
     np.testing.assert_array_equal(first.emitted, second.emitted)
     assert vars(first.prefill).keys() == vars(second.prefill).keys()
+    assert (first.prefill.logits is None) == (second.prefill.logits is None)
     for name, value in vars(first.prefill).items():
+        if value is None:
+            continue
         np.testing.assert_allclose(value, getattr(second.prefill, name), rtol=1e-6)
     assert list(first.drafts) == list(second.drafts)
     for size, draft in first.drafts.items():
@@ -45,6 +48,7 @@ def assert_same(first: Trace, second: Trace) -> None:
 
 @pytest.mark.parametrize("is_second", [False, True])
 def test_traces_read_back_as_they_were(is_second: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time with all logits of the first token."""
     written: list[Trace] = []
 
     def write(path: Path, traces: list[Trace], precision: str) -> None:
@@ -52,7 +56,7 @@ def test_traces_read_back_as_they_were(is_second: bool, tmp_path: Path, monkeypa
         write_shard(path, traces, precision)
 
     monkeypatch.setattr(collect, "write_shard", write)
-    found = run_collect(make_pair(is_second=is_second), tmp_path, temperature=1.0)
+    found = run_collect(make_pair(is_second=is_second), tmp_path, temperature=1.0, whole_logits=is_second)
     assert len(found) == len(PROMPTS) and found.is_complete and len(found.shards) == 3
     for first, second in zip(written, found, strict=True):
         assert_same(first, second)
@@ -60,6 +64,7 @@ def test_traces_read_back_as_they_were(is_second: bool, tmp_path: Path, monkeypa
         draft = second.draft(8)
         assert draft.log_probs.shape == (second.num_anchors, 7, 5) and draft.entropy.shape == (second.num_anchors, 7)
         assert (draft.pairwise is not None) == is_second
+        assert (second.prefill.logits is not None) == is_second == (second.prefill_state().logits is not None)
         beyond = np.arange(second.num_anchors)[:, None] + np.arange(1, 8) > second.num_anchors
         assert (draft.true_ranks[beyond] == ABSENT).all() and (draft.true_ranks < 5).any()
     assert found.manifest["num_answer_tokens"] == sum(len(trace.answer_ids) for trace in written)

@@ -120,6 +120,23 @@ def test_the_command_writes_a_pilot_that_loads(
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
 
 
+def test_a_network_reads_whole_logits_where_traces_keep_them(folders: list[Path], tmp_path: Path) -> None:
+    llm = make_pair()
+    whole = [str(tmp_path / name) for name in ("one", "two", "three")]
+    for seed, name in enumerate(whole):
+        run_collect(llm, Path(name), temperature=1.0, seed=seed, whole_logits=True, precision="float16")
+    network = ["--kind", "prefill", "--sizes", "3,8", "--input", "logits", "--ties", "trained", "--hidden-size", "8"]
+    words = ["--traces", *whole, "--epochs", "2", "--out", str(tmp_path / "p")]
+    assert main(["train-pilot", *network, *words, "--held-out", str(folders[0].parent / HELD_OUT)]) == 2
+    assert main(["train-pilot", *network, *words]) == 0
+    card = read_card(tmp_path / "p")
+    assert card.config["inputs"] == "logits" and card.config["dropout"] == 0.2
+    assert card.training["ties"] == "trained" and card.training["has_whole_inputs"] is True
+    ids = [request.prompt_ids for request in make_requests(llm)]
+    answers, plain = (llm.generate(ids, pilot=chosen) for chosen in (f"prefill:{tmp_path / 'p'}", "ar"))
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+
+
 def test_too_few_and_missing_traces_are_named(
     folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +151,9 @@ def test_too_few_and_missing_traces_are_named(
     assert not (tmp_path / "p").exists()
     assert main(["train-pilot", "--traces", *both, "--held-out", held_out, "--kind", "prefill", *out]) == 2
     assert "block size 6 is not in the traces" in capsys.readouterr().err
+    logits = ["--kind", "prefill", "--sizes", "3,8", "--input", "logits"]
+    assert main(["train-pilot", "--traces", *both, "--held-out", held_out, *logits, *out]) == 2
+    assert "keep the likeliest first tokens alone: collect with --whole-logits" in capsys.readouterr().err
     assert main(["train-pilot", "--kind", "prefill", "--traces", *both, "--device", "mps", *out]) == 2
     assert "unknown device 'mps': use cpu or cuda" in capsys.readouterr().err
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from blockpilot.core.errors import InputError
 from blockpilot.pilots.base import Asked, Choice, Drafted, Outcome, Pilot, PrefillState, Selection
@@ -26,6 +27,7 @@ from tests.unit.replay.pieces import (
     SIZES,
     LinearCosts,
     MoodyPilot,
+    WatchingPilot,
     decode,
     make_pair,
     milliseconds,
@@ -176,6 +178,17 @@ def test_the_prefill_is_rebuilt_up_to_its_mass(tmp_path: Path) -> None:
         assert float(state.probabilities.sum()) == pytest.approx(kept.mass)
         entropy = -(kept.probabilities * np.log(kept.probabilities)).sum()
         assert kept.entropy == pytest.approx(entropy, abs=2e-3)
+
+
+def test_whole_logits_are_those_that_a_pilot_sees_online(tmp_path: Path) -> None:
+    llm, pilot = make_pair(), WatchingPilot()
+    traces = list(run_collect(llm, tmp_path, whole_logits=True))
+    decode(llm, pilot)
+    for trace, online in zip(traces, pilot.seen, strict=True):
+        state = trace.prefill_state()
+        assert state.logits is not None and online.logits is not None
+        torch.testing.assert_close(state.logits, online.logits)
+        torch.testing.assert_close(state.probabilities, online.probabilities)
 
 
 def test_sizes_that_were_not_recorded_are_named(tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ def test_the_published_network_learns_what_the_prefill_tells() -> None:
     tables = [SizeTable.of(traces, SIZES) for traces in (train, test)]
     variant = list_variants(SIZES, 16, num_steps=300, shrink=64)[0]
     assert variant.sizes == WINDOW
-    network = train_variant(variant, PrefillInputs.of(train, "cpu"), tables[0].columns(WINDOW))
-    chosen = np.array(WINDOW)[predict(network, PrefillInputs.of(test, "cpu")).argmax(axis=1)]
+    network = train_variant(variant, PrefillInputs(train, "cpu"), tables[0].columns(WINDOW))
+    chosen = np.array(WINDOW)[predict(network, PrefillInputs(test, "cpu")).argmax(axis=1)]
     row = judge_choice(tables[1], chosen, WINDOW, trained=16, fixed=16)
     assert row["accuracy"] == 1 and row["captured"]["value"] == pytest.approx(1)
     assert row["accuracy_of_best_fixed"] == pytest.approx(0.2) and row["gain_over_trained"]["low"] > 0

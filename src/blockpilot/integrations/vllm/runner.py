@@ -93,9 +93,12 @@ class PilotedRunner:
     def _read_prefill(self, row: Row, index: int, hidden: Tensor) -> PrefillState:
         last = hidden[index]
         with torch.inference_mode():
-            logits = self.runner.model.compute_logits(last[None])[0]
+            logits = self.runner.model.compute_logits(last[None])[0].float()
         return PrefillState(
-            num_prompt_tokens=row.num_prompt_tokens, probabilities=logits.float().softmax(dim=-1), hidden=last.float()
+            num_prompt_tokens=row.num_prompt_tokens,
+            probabilities=logits.softmax(dim=-1),
+            hidden=last.float(),
+            logits=logits,
         )
 
     def _give_up(self) -> None:

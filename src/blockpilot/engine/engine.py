@@ -14,6 +14,7 @@ their slots freed before the error goes on to the caller, so that the engine sta
 import itertools
 import time
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from blockpilot.core.device import on_one_thread
 from blockpilot.core.errors import BlockPilotError, InputError, show_value
@@ -208,10 +209,14 @@ class Engine:
     def _read_prompts(self, chunks: list[tuple[Sequence, list[int]]]) -> None:
         started = time.perf_counter()
         tap_layers = self.drafter.tap_layers if self.drafter else ()
-        drafting = {sequence.slot for sequence, _ in chunks if sequence.pilot.num_candidates}
+        can_wait = {
+            sequence.slot: sequence.pilot.rests(self._neighbours(sequence))
+            for sequence, _ in chunks
+            if sequence.pilot.num_candidates
+        }
 
         def show(observations: list[Observation]) -> None:
-            shown = [observation for observation in observations if observation.slot in drafting]
+            shown = [one._replace(can_wait=can_wait[one.slot]) for one in observations if one.slot in can_wait]
             if self.drafter and shown:
                 self.drafter.observe(shown)
 
@@ -222,7 +227,7 @@ class Engine:
             if sequence.is_prefilled:
                 with on_one_thread():
                     self._take_first_token(sequence, result, row)
-                neighbours = [one.memory for one in self.scheduler.decoding if one.pilot is sequence.pilot]
+                neighbours = self._neighbours(sequence)
                 try:
                     sequence.memory = sequence.pilot.start(_prefill_state(sequence, result, row), neighbours)
                 except Exception as error:
@@ -231,6 +236,10 @@ class Engine:
         seconds = time.perf_counter() - started
         for sequence, _ in chunks:
             sequence.prefill_seconds += seconds
+
+    def _neighbours(self, sequence: Sequence) -> list[Any]:
+        """Memories of the requests that its pilot decides for already."""
+        return [one.memory for one in self.scheduler.decoding if one.pilot is sequence.pilot]
 
     def _take_first_token(self, sequence: Sequence, result: PassResult, row: int) -> None:
         try:

@@ -73,6 +73,9 @@ class StepPilot(Pilot):
         """When the last request of a batch has gone, so has what they knew together."""
         return StepMemory(batch=neighbours[0].batch if neighbours else StepMemory())
 
+    def rests(self, neighbours: Sequence[StepMemory]) -> bool:
+        return any(one.batch is not None and one.batch.gate.is_closed for one in neighbours[:1])
+
     def options(self, trained_block_size: int) -> Sequence[Choice]:
         return [self._choice(size, 0) for size in self.draft_sizes]
 

@@ -16,6 +16,7 @@ from blockpilot.cpu.cache import PackedCache
 from blockpilot.cpu.layers import PackedLayers, weight_of
 from blockpilot.cpu.target import add_sampling
 from blockpilot.cpu.tokens import Columns, Tokens
+from blockpilot.cpu.unseen import Unseen
 from blockpilot.decoding.dflash_drafter import DFlashDrafter
 from blockpilot.decoding.drafter import DraftRequest, Observation, join_taps
 from blockpilot.models.decoder import DecoderLayer
@@ -23,12 +24,12 @@ from blockpilot.models.dflash import DFlash
 from blockpilot.models.packing import require_kernels
 from blockpilot.native.library import MAX_RANKED, RankingData, ShownData, WantedData, WeightData, address
 
-MOST_UNSEEN = 256  # tokens of a slot; their taps take a few megabytes
+MOST_UNSEEN = 48 * 2**20  # bytes of taps: 4,000 tokens of the default model
 
 
 class CpuDFlashDrafter(DFlashDrafter):
-    """Tokens that come one by one, as in plain decoding, are looked at together before the next draft: a request that
-    does not draft at present pays nothing for being able to."""
+    """Tokens that come one by one, as in plain decoding, are looked at together before the next draft, and so are
+    prompts of requests that will not draft at once: who does not draft pays nothing for being able to."""
 
     cache: PackedCache
 
@@ -51,7 +52,8 @@ class CpuDFlashDrafter(DFlashDrafter):
         self._head_ids = None if self.token_ids is None else self.token_ids.to(torch.int32).contiguous()
         self._features, self._projection = weight_of(model.fc), weight_of(self.context_projection)
         self._room = [np.empty(0, np.float32)] * 4
-        self._unseen: dict[int, list[Tensor]] = {}  # by slot, the taps of tokens that are still to be looked at
+        self._unseen = Unseen()  # taps of tokens that are still to be looked at
+        self._forgotten: dict[int, int] = {}  # slots that may be resumed, and how many rows they have seen
         self._shown = ShownData(  # what is always the same
             features=ctypes.pointer(self._features),
             norm=address(model.hidden_norm.weight),
@@ -68,21 +70,41 @@ class CpuDFlashDrafter(DFlashDrafter):
         return PackedCache(self.model.config.layers, placement, self.kernels, num_open=MAX_BLOCK_SIZE)
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        self._see([one.slot for one in observations if len(one.token_ids) > 1])
-        self._show([one for one in observations if len(one.token_ids) > 1])
+        at_once: list[Observation] = []
         for one in observations:
-            if len(one.token_ids) == 1 and (taps := one.own_taps()) is not None:
-                self._unseen.setdefault(one.slot, []).append(taps)
-        self._see([one.slot for one in observations if len(self._unseen.get(one.slot, ())) >= MOST_UNSEEN])
+            if self._forgotten.pop(one.slot, None) is not None:
+                self._unseen.take(one.slot)  # of the text before
+            if len(one.token_ids) > 1 and not one.can_wait and one.slot not in self._unseen:
+                at_once.append(one)
+            elif (taps := one.own_taps()) is not None:
+                self._unseen.add(one.slot, taps.clone() if one.rows is None else taps)  # a pass's room is used again
+        self._show(at_once)
+        while self._unseen.num_bytes >= MOST_UNSEEN:
+            self._see_largest()
 
     def forget(self, slot: int) -> None:
-        self._see([slot])  # its rows may be taken up again
+        self._forgotten[slot] = self.cache.lengths[slot]  # its rows may be taken up again, and what follows them
         super().forget(slot)
+
+    def resume(self, slot: int, token_ids: Sequence[int]) -> None:
+        num_seen = min(self._forgotten.pop(slot, len(token_ids)), len(token_ids))
+        super().resume(slot, token_ids[:num_seen])
+        if (taps := self._unseen.take(slot)) is not None and num_seen < len(token_ids):
+            self._unseen.add(slot, taps[: len(token_ids) - num_seen])
 
     def _see(self, slots: Sequence[int]) -> None:
         """Look at what has been put off."""
-        found = [(slot, self._unseen.pop(slot)) for slot in slots if slot in self._unseen]
-        self._show([Observation(slot, range(len(taps)), torch.cat(taps)) for slot, taps in found])
+        found = [(slot, taps) for slot in slots if (taps := self._unseen.take(slot)) is not None]
+        self._show([Observation(slot, range(len(taps)), taps) for slot, taps in found])
+
+    def _see_largest(self) -> None:
+        slot = self._unseen.largest()
+        if (num_seen := self._forgotten.get(slot)) is None:
+            self._see([slot])
+            return
+        self.cache.extend(slot, num_seen)
+        self._see([slot])
+        self.forget(slot)
 
     def _show(self, observations: Sequence[Observation]) -> None:
         if not observations:

@@ -21,6 +21,7 @@ class Observation(NamedTuple):
     token_ids: Sequence[int]
     taps: Tensor | None  # [n, num_taps * H]; None for drafters that read no taps
     rows: Sequence[int] | None = None  # where `taps` holds a whole pass: the rows that are these tokens'
+    can_wait: bool = False  # the request will not draft soon, perhaps never
 
     def own_taps(self) -> Tensor | None:
         return self.taps if self.taps is None or self.rows is None else self.taps[list(self.rows)]

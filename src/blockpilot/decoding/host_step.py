@@ -11,6 +11,7 @@ Requests of one step may differ in prompt length, draft size, tree shape, pilot 
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -28,6 +29,8 @@ from blockpilot.decoding.target import PassResult, TargetRunner
 from blockpilot.decoding.verification import Acceptance, accept
 from blockpilot.pilots.base import Drafted, Selection
 
+NOTHING_TO_COMPUTE = nullcontext()  # the pass has found the tokens itself
+
 
 class HostExecutor:
     def __init__(self, runner: TargetRunner, drafter: Drafter | None) -> None:
@@ -39,16 +42,16 @@ class HostExecutor:
         drafts = self._draft(requests)
         drafted = time.perf_counter()
         selections, failures = _select(requests, drafts)
+        selected = time.perf_counter()
         selections = _prune(requests, selections, failures)
         trees = [selection.tree for selection in selections]
-        selected = time.perf_counter()
         is_observed = self.drafter is not None and any(request.pilot.num_candidates for request in requests)
         result = self.runner.verify(
             [(request.slot, tree) for request, tree in zip(requests, trees, strict=True)],
             self.drafter.tap_layers if self.drafter and is_observed else (),
             [request.params for request in requests],
         )
-        with on_one_thread():
+        with on_one_thread() if result.best is None or len(result.logits) else NOTHING_TO_COMPUTE:
             acceptances = _accept(requests, trees, result, failures)
             scores = _score(requests, acceptances, result)
         kept = _keep_trees(requests, drafts, trees, acceptances)

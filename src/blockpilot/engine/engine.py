@@ -13,8 +13,8 @@ their slots freed before the error goes on to the caller, so that the engine sta
 
 import itertools
 import time
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from blockpilot.core.device import on_one_thread
 from blockpilot.core.errors import BlockPilotError, InputError, show_value
@@ -31,7 +31,7 @@ from blockpilot.engine.pipeline import Pipeline
 from blockpilot.engine.prefixes import Prefixes
 from blockpilot.engine.scheduler import Scheduler
 from blockpilot.engine.sequence import Sequence
-from blockpilot.engine.speculative_step import DecodeLoop, ending_alone
+from blockpilot.engine.speculative_step import DecodeLoop, end_alone
 from blockpilot.gpu.device import on_device, wait_for
 from blockpilot.gpu.step import DeviceExecutor
 from blockpilot.gpu.target import GpuTargetRunner
@@ -148,9 +148,14 @@ class Engine:
 
     def _land(self) -> None:
         """Finished requests leave at once, so that others get their slots; the text of the rest can wait."""
-        in_flight = self.pipeline.steps[0].sequences if self.pipeline.steps else ()
-        with self._dropping(in_flight):
+        if not self.pipeline.steps:
+            return
+        in_flight = self.pipeline.steps[0].sequences
+        try:
             self.outbox.add(self.pipeline.land_next())
+        except BaseException:
+            self._drop(in_flight)
+            raise
         finished = self.outbox.finished()
         self.outbox.write(finished)
         for sequence in finished:
@@ -167,15 +172,21 @@ class Engine:
         self.settle()
         chunks = self.scheduler.prefill_chunks()
         sequences = [sequence for sequence, _ in chunks]
-        with self._dropping(sequences):
+        try:
             self._read_prompts(chunks)
+        except BaseException:
+            self._drop(sequences)
+            raise
         self.pipeline.pause()
         self.outbox.add(sequences)
 
     def _launch(self) -> None:
         sequences = [sequence for sequence in self.scheduler.decoding if sequence.is_active]
-        with self._dropping(sequences):
+        try:
             self.outbox.add(self.pipeline.launch(sequences, may_follow=not self.scheduler.prefilling))
+        except BaseException:
+            self._drop(sequences)
+            raise
 
     def _report(self) -> list[Update]:
         self.outbox.add(sequence for sequence in self.scheduler.decoding if sequence.error)
@@ -185,28 +196,27 @@ class Engine:
             self._retire(sequence)
         return self.outbox.take()
 
-    @contextmanager
-    def _dropping(self, sequences: Iterable[Sequence]) -> Iterator[None]:
-        """If the body fails, these requests leave, with all that are in flight. The device must be through before
+    def _drop(self, sequences: Iterable[Sequence]) -> None:
+        """A pass has failed: these requests leave, with all that are in flight. The device must be through before
         anybody uses their slots."""
+        dropped = [*sequences, *self.pipeline.drop()]
         try:
-            yield
-        except BaseException:
-            dropped = [*sequences, *self.pipeline.drop()]
-            try:
-                wait_for(self.runner.device)
-            finally:
-                for sequence in dropped:
-                    self._retire(sequence, is_whole=False)
-            raise
+            wait_for(self.runner.device)
+        finally:
+            for sequence in dropped:
+                self._retire(sequence, is_whole=False)
 
     def _read_prompts(self, chunks: list[tuple[Sequence, list[int]]]) -> None:
         started = time.perf_counter()
         tap_layers = self.drafter.tap_layers if self.drafter else ()
-        drafting = {sequence.slot for sequence, _ in chunks if sequence.pilot.num_candidates}
+        can_wait = {
+            sequence.slot: sequence.pilot.rests(self._neighbours(sequence))
+            for sequence, _ in chunks
+            if sequence.pilot.num_candidates
+        }
 
         def show(observations: list[Observation]) -> None:
-            shown = [observation for observation in observations if observation.slot in drafting]
+            shown = [one._replace(can_wait=can_wait[one.slot]) for one in observations if one.slot in can_wait]
             if self.drafter and shown:
                 self.drafter.observe(shown)
 
@@ -217,13 +227,19 @@ class Engine:
             if sequence.is_prefilled:
                 with on_one_thread():
                     self._take_first_token(sequence, result, row)
-                neighbours = [one.memory for one in self.scheduler.decoding if one.pilot is sequence.pilot]
-                with ending_alone(sequence.pilot, [sequence]):
+                neighbours = self._neighbours(sequence)
+                try:
                     sequence.memory = sequence.pilot.start(_prefill_state(sequence, result, row), neighbours)
+                except Exception as error:
+                    end_alone(sequence.pilot, [sequence], error)
                 self.scheduler.start_decoding(sequence)
         seconds = time.perf_counter() - started
         for sequence, _ in chunks:
             sequence.prefill_seconds += seconds
+
+    def _neighbours(self, sequence: Sequence) -> list[Any]:
+        """Memories of the requests that its pilot decides for already."""
+        return [one.memory for one in self.scheduler.decoding if one.pilot is sequence.pilot]
 
     def _take_first_token(self, sequence: Sequence, result: PassResult, row: int) -> None:
         try:

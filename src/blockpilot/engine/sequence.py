@@ -99,10 +99,11 @@ class Sequence:
 
     def _find_copy(self) -> Copy | None:
         """What may follow the anchor, by the text before it."""
-        if self._lookup is None:
-            self._lookup = Lookup(self.prompt_ids)
-        self._lookup.push(self.output_ids[len(self._lookup) - len(self.prompt_ids) : -1])
-        return self._lookup.find(self.anchor_id, min(self.num_remaining - 1, MAX_COPIED))
+        lookup, ids = self._lookup, self.output_ids
+        if lookup is None:
+            lookup = self._lookup = Lookup(self.prompt_ids)
+        lookup.push(ids[len(lookup) - len(self.prompt_ids) : -1])
+        return lookup.find(ids[-1], min(self._max_output - len(ids) - 1, MAX_COPIED))
 
     def take(self, token_ids: Collection[int]) -> int:
         """Append tokens up to the one that ends the answer; returns how many were taken.

@@ -9,9 +9,8 @@ Executors draft, check and accept (`decoding/host_step.py`, `gpu/step.py`). Loss
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Collection
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +23,7 @@ from blockpilot.decoding.sampling import NO_TOKEN
 from blockpilot.decoding.step import Landed, Report, StepExecutor, StepRequest
 from blockpilot.engine.sequence import Sequence
 from blockpilot.pilots.base import PLAIN, Asked, Choice, Outcome, Pilot, PilotInputs
-from blockpilot.pilots.live_costs import LiveCosts
+from blockpilot.pilots.live_costs import LiveCosts, MeasuredStep
 
 Choices = Mapping[Sequence, Choice]
 NO_CHOICES: Choices = MappingProxyType({})
@@ -55,8 +54,8 @@ class DecodeLoop:
         if len(sequences) == 1 < len(chosen):  # what a batch has chosen is not for one that is left alone
             chosen = NO_CHOICES
         choices = _complete(sequences, inputs, chosen)
-        requests = _requests(sequences, inputs, choices)
         choose_seconds = time.perf_counter() - asked
+        requests = _requests(sequences, inputs, choices)
         for executor in self.executors:
             ticket = executor.begin(requests)
             if ticket is not None:
@@ -97,8 +96,6 @@ class DecodeLoop:
         """
         is_wanted = [sequence.is_active for sequence in step.sequences]
         landed = step.executor.land(step.ticket, is_wanted)
-        if self.live_costs is not None:
-            self.live_costs.note(*_measured(step, landed))
         grown: list[tuple[int, Sequence, StepRequest, Report, int]] = []
         outcomes: dict[int, list[Outcome]] = {}  # by pilot
         for place, (sequence, request) in enumerate(zip(step.sequences, step.requests, strict=True)):
@@ -115,10 +112,14 @@ class DecodeLoop:
                 if request.block_size > 1 and sequence.is_active and sequence.guide is None:  # guides change trees
                     outcomes.setdefault(id(request.pilot), []).append(_outcome(sequence, request, report, count))
         started = time.perf_counter()
+        if self.live_costs is not None:
+            self.live_costs.note(_measured(step, landed))
         for _, sequence, *_ in grown:
             if found := outcomes.pop(id(sequence.pilot), None):
-                with ending_alone(sequence.pilot, [one for _, one, *_ in grown if one.pilot is sequence.pilot]):
+                try:
                     sequence.pilot.learn(found)
+                except Exception as error:
+                    end_alone(sequence.pilot, [one for _, one, *_ in grown if one.pilot is sequence.pilot], error)
         is_waiting = step.executor is self.executors[-1]  # a device works on the next step meanwhile
         learn_seconds = time.perf_counter() - started if is_waiting else 0.0
         seconds = landed.time - step.started + learn_seconds
@@ -164,15 +165,11 @@ class DecodeLoop:
         return inputs
 
 
-@contextmanager
-def ending_alone(pilot: Pilot, sequences: Iterable[Sequence]) -> Iterator[None]:
+def end_alone(pilot: Pilot, sequences: Iterable[Sequence], error: Exception) -> None:
     """A pilot that fails ends its own requests, and nobody else's."""
-    try:
-        yield
-    except Exception as error:
-        reason = describe_failure(f"pilot {pilot.name!r} failed", error)
-        for sequence in sequences:
-            sequence.fail(reason)
+    reason = describe_failure(f"pilot {pilot.name!r} failed", error)
+    for sequence in sequences:
+        sequence.fail(reason)
 
 
 def _complete(sequences: Collection[Sequence], inputs: Collection[PilotInputs], chosen: Choices) -> list[Choice]:
@@ -188,9 +185,11 @@ def _complete(sequences: Collection[Sequence], inputs: Collection[PilotInputs], 
     for places in groups.values():
         asked = [Asked(sequences[place].memory, inputs[place]) for place in places]
         pilot = sequences[places[0]].pilot
-        with ending_alone(pilot, [sequences[place] for place in places]):
+        try:
             for place, choice in zip(places, pilot.choose(asked), strict=True):
                 found[place] = choice
+        except Exception as error:
+            end_alone(pilot, [sequences[place] for place in places], error)
     return found
 
 
@@ -203,13 +202,13 @@ def _requests(
     ]
 
 
-def _measured(step: StepInFlight, landed: Landed) -> tuple[list[int], list[int], int, float, float]:
+def _measured(step: StepInFlight, landed: Landed) -> MeasuredStep:
     """A step on the host, as `LiveCosts` takes it; profiles count what the pilot does behind a draft to the check."""
     drafts = [request.block_size for request in step.requests if request.block_size > 1]
     checks = [report.verify_size for report in landed.reports]
     context = sum(request.inputs.context_length for request in step.requests) // len(checks)
     check_ms = 1e3 * (landed.select_seconds + landed.verify_seconds)
-    return drafts, checks, context, 1e3 * landed.draft_seconds, check_ms
+    return MeasuredStep(drafts, checks, context, 1e3 * landed.draft_seconds, check_ms)
 
 
 def _outcome(sequence: Sequence, request: StepRequest, report: Report, emitted: int) -> Outcome:

@@ -60,12 +60,12 @@ class RecordedViews:
         rows: list[int] = []
         ids: list[int] = []
         last_rows: list[int] = []
-        for _, token_ids, _, own_rows in observations:
-            last_rows.append(len(ids) + len(token_ids) - 1)
-            rounding = [0] * (count - len(token_ids))
-            rows += own_rows or ()
+        for one in observations:
+            last_rows.append(len(ids) + len(one.token_ids) - 1)
+            rounding = [0] * (count - len(one.token_ids))
+            rows += one.rows or ()
             rows += rounding
-            ids += token_ids
+            ids += one.token_ids
             ids += rounding
         rounding = [0] * (num_extra * count)
         staging.write([*rows, *rounding, *ids, *rounding])

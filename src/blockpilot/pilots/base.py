@@ -125,6 +125,10 @@ class Pilot(ABC):
         """The memory of a request; `neighbours` are those of the requests that this pilot decides for already."""
         return None
 
+    def rests(self, neighbours: Sequence[Any]) -> bool:
+        """Whether a request that joins these memories will not draft at once: its drafter may read the prompt later."""
+        return False
+
     @abstractmethod
     def choose(self, requests: Sequence[Asked]) -> list[Choice]:
         """For requests that share a step."""

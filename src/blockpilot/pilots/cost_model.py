@@ -268,14 +268,11 @@ class StepTable:
 
     costs: StepCosts
     batch_size: int
-    check_ms: Values  # [nodes + 1], of a step that does not draft
+    check_ms: list[float]  # [nodes + 1], of a step that does not draft
     rest_ms: Values  # [nodes + 1], of one that does, without its draft
     step_ms: Values  # [sizes, nodes + 1], for every draft size that a pilot may choose
+    plain_ms: float
     _growth: dict[int, tuple[Values, Values]] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def plain_ms(self) -> float:
-        return float(self.check_ms[0])
 
     def growth(self, draft_size: int) -> tuple[Values, Values]:
         """For any draft size: milliseconds [nodes + 1], and the smallest rise [nodes] from each number of nodes on."""
@@ -297,10 +294,11 @@ class StepTables:
         """`buckets` are the sizes that the engine pads checks to, whatever engine the costs were measured with."""
         if self.source.version != self._version:
             self._begin()
-        return self._make(batch_size, context_length if self.costs.depends_on_context else 0, buckets)
+        return self._make(batch_size, context_length if self._depends_on_context else 0, buckets)
 
     def _begin(self) -> None:
         self._version, self.costs = self.source.version, self.source.current
+        self._depends_on_context = self.costs.depends_on_context
         self._make = lru_cache(MAX_TABLES)(self._make_table)
         self._pad = lru_cache(lambda buckets: replace(self.costs, padding=buckets))  # curves are fitted once
 
@@ -309,7 +307,7 @@ class StepTables:
         checks = costs.verify_row(self.num_nodes + 1, batch_size, context_length)
         rest_ms = checks + costs.overhead_ms
         drafts = np.array([costs.draft_ms(size, batch_size) for size in self.draft_sizes])
-        return StepTable(costs, batch_size, checks, rest_ms, drafts[:, None] + rest_ms)
+        return StepTable(costs, batch_size, checks.tolist(), rest_ms, drafts[:, None] + rest_ms, float(checks[0]))
 
 
 def _isotonic(values: Values, weights: Iterable[float]) -> Values:

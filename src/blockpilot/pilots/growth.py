@@ -5,7 +5,7 @@ millisecond. Out of candidates the loops are in `loops/growth.py`.
 """
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,14 +57,27 @@ def grow_chain(draft: HostDraft, anchor_id: int, max_nodes: int) -> DraftTree:
 
 def grow_tree(draft: HostDraft, anchor_id: int, rules: GrowthRules) -> Selection:
     """The nodes that maximise expected tokens / milliseconds."""
-    nodes = grow_nodes(draft, rules)
+    if draft.tree is None:
+        found, _, promised, head = _grow(draft, rules)
+        found[1, 0] = anchor_id
+        parents, token_ids, depths = found.tolist()
+        return Selection(DraftTree(tuple(token_ids), tuple(parents), tuple(depths)), promised, head)
+    nodes = _prune(draft, rules)
     tree = DraftTree((anchor_id, *nodes.token_ids), (-1, *nodes.parents), (0, *nodes.depths))
-    return Selection(tree if draft.tree is None else tree.up_to(rules.depth), nodes.promised, nodes.head)
+    return Selection(tree.up_to(rules.depth), nodes.promised, nodes.head)
 
 
 def grow_nodes(draft: HostDraft, rules: GrowthRules) -> Nodes:
     if draft.tree is not None:
         return _prune(draft, rules)
+    found, paths, promised, head = _grow(draft, rules)
+    parents, token_ids, depths = found[:, 1:].tolist()
+    return Nodes(parents, token_ids, depths, paths[1:].tolist(), promised, head)
+
+
+def _grow(draft: HostDraft, rules: GrowthRules) -> tuple[IntArray, Values, float, list[float]]:
+    """Parents, token ids and depths [3, nodes + 1] behind those of the anchor, which has no token id yet; how likely
+    each and all above it are right; what they promise; the head."""
     step_ms, rises = rules.costs
     copied_ids, copied = rules.copied
     depth = max(min(rules.depth, max(draft.num_positions, len(copied_ids))), 0)
@@ -74,8 +87,7 @@ def grow_nodes(draft: HostDraft, rules: GrowthRules) -> Nodes:
     count, promised, head = load_loops().grow(
         found, paths, *plain_arrays(draft), weights, copied_ids, copied, step_ms, rises, rules.trust, *shape
     )
-    parents, token_ids, depths = found[:, 1 : count + 1].tolist()
-    return Nodes(parents, token_ids, depths, paths[1 : count + 1].tolist(), promised, list(head[:depth]))
+    return found[:, : count + 1], paths[: count + 1], promised, list(head[:depth])
 
 
 def smallest_rises(step_ms: Values) -> Values:
@@ -99,15 +111,14 @@ def falling_costs(num_nodes: int) -> tuple[Values, Values]:
 
 def plain_arrays(draft: HostDraft) -> tuple[IntArray, FloatArray, FloatArray, FloatArray]:
     """The arrays themselves, or copies in the one form that loops are compiled for."""
-    has_pairs = draft.first is not None and draft.pairwise is not None
-    first, pairwise = (draft.first, draft.pairwise) if has_pairs else (NO_FIRST, NO_PAIRS)
-    scores = [_plain(part, FLOAT) for part in (draft.log_probs, first, pairwise)]
-    return _plain(draft.token_ids, INT), scores[0], scores[1], scores[2]
-
-
-def _plain(array: NDArray[Any] | None, dtype: np.dtype[Any]) -> NDArray[Any]:
-    assert array is not None
-    return array if array.dtype is dtype and array.flags.carray else np.array(array, dtype, order="C")
+    ids, log_probs, first, pairwise = draft.arrays
+    if first is None or pairwise is None:
+        first, pairwise = NO_FIRST, NO_PAIRS
+    if not all(part.dtype is FLOAT and part.flags.carray for part in (log_probs, first, pairwise)):
+        log_probs, first, pairwise = (np.array(part, FLOAT, order="C") for part in (log_probs, first, pairwise))
+    if ids.dtype is not INT or not ids.flags.carray:
+        ids = np.array(ids, INT, order="C")
+    return ids, log_probs, first, pairwise
 
 
 def _prune(draft: HostDraft, rules: GrowthRules) -> Nodes:

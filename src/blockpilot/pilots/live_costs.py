@@ -12,16 +12,28 @@ Costs decide how far to draft, never what is emitted. Replay and tests use costs
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from blockpilot.pilots.cost_model import CostPoint, StepCosts
 
-REFRESH = 16  # steps between looks at whether pilots must be told
+REFRESH = 32  # steps that are weighed together; then pilots are told if need be, which takes half a millisecond
 CHANGE = 0.03  # that is worth telling
 _NUM_OCTAVES = 13
 _MEMORY = 24.0  # passes that an octave remembers
 _PRIOR = 0.25  # passes that the profile counts for, beside an octave's neighbours
 _FALL = 0.25  # what an octave's passes count for in the next one
 _OUTLIER = 0.4  # a single pass moves an octave by no more than that, in logarithms: others run on the machine, too
+
+
+class MeasuredStep(NamedTuple):
+    """A step of as many requests as there are check sizes; draft sizes of those that drafted."""
+
+    draft_sizes: Sequence[int]
+    check_sizes: Sequence[int]
+    context_length: int
+    draft_ms: float
+    check_ms: float
 
 
 @dataclass
@@ -55,28 +67,28 @@ class LiveCosts:
         self.profile = self.current = profile
         self.version = 0
         self._drafts, self._checks = _Ratios(), _Ratios()
-        self._num_steps = 0
+        self._noted: list[MeasuredStep] = []  # looked at together: between two passes little time should go by
+        self._draft_ms, self._check_ms = lru_cache(profile.draft_ms), lru_cache(profile.verify_ms)
 
-    def note(
-        self,
-        draft_sizes: Sequence[int],
-        check_sizes: Sequence[int],
-        context_length: int,
-        draft_ms: float,
-        check_ms: float,
-    ) -> None:
-        """A step of as many requests as there are check sizes; draft sizes of those that drafted."""
-        total, count = sum(check_sizes), len(check_sizes)
-        expected = self.profile.verify_ms(-(-total // count), count, context_length)
-        if check_ms > 0 and expected > 0:
-            self._checks.note(total, check_ms / expected)
-        if draft_sizes and draft_ms > 0:
-            expected = self.profile.draft_ms(max(draft_sizes), len(draft_sizes))
-            if expected > 0:
-                self._drafts.note(max(draft_sizes) * len(draft_sizes), draft_ms / expected)
-        self._num_steps += 1
-        if self._num_steps % REFRESH == 0:
+    def note(self, step: MeasuredStep) -> None:
+        self._noted.append(step)
+        if len(self._noted) == REFRESH:
+            for one in self._noted:
+                self._weigh(one)
+            self._noted.clear()
             self._refresh()
+
+    def _weigh(self, step: MeasuredStep) -> None:
+        total, count = sum(step.check_sizes), len(step.check_sizes)
+        context_length = step.context_length if self.profile.depends_on_context else 0
+        expected = self._check_ms(-(-total // count), count, context_length)
+        if step.check_ms > 0 and expected > 0:
+            self._checks.note(total, step.check_ms / expected)
+        if step.draft_sizes and step.draft_ms > 0:
+            largest, count = max(step.draft_sizes), len(step.draft_sizes)
+            expected = self._draft_ms(largest, count)
+            if expected > 0:
+                self._drafts.note(largest * count, step.draft_ms / expected)
 
     def _refresh(self) -> None:
         draft, verify = _scaled(self.profile.draft, self._drafts), _scaled(self.profile.verify, self._checks)

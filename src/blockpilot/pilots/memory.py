@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from blockpilot.pilots.base import PLAIN, Choice
+from blockpilot.pilots.base import PLAIN, Choice, PilotInputs
+from blockpilot.pilots.copies import WeighedCopy
 
 DECAY = 0.75  # what a step leaves of the old average
 MAX_AVERAGE = 32.0
@@ -137,6 +138,7 @@ class StepMemory:
     rate: float = 0.0  # tokens per plain step's time that the draft which was thought of last would bring; 0: none
     cost: float = 0.0  # of the step that was last decided on, in plain steps
     batch: "StepMemory | None" = None  # of a request: what it shares with those it is decoded with
+    weighed: tuple[PilotInputs, WeighedCopy] | None = None  # of a request: the copy of its last step
     was_shared: bool = False  # whether this request has ever decided with others
 
     def own(self) -> "StepMemory":

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from blockpilot.core.draft import Copy
 from blockpilot.core.errors import InputError
 from blockpilot.core.tree import DraftTree
 from blockpilot.pilots.base import PLAIN, Asked, Choice, Drafted, Outcome, Pilot, PilotInputs, PrefillState, Selection
 from blockpilot.pilots.calibration import Calibration, Calibrations
-from blockpilot.pilots.copies import Copied, best_prefix, weigh_copy
+from blockpilot.pilots.copies import NOTHING_COPIED, WeighedCopy, weigh_copy
 from blockpilot.pilots.cost_model import CostSource, StepTable, StepTables, Values
 from blockpilot.pilots.forecast import Forecast, load_loops
 from blockpilot.pilots.growth import MAX_WIDTH, GrowthRules, falling_costs, grow_tree
@@ -72,14 +73,17 @@ class StepPilot(Pilot):
         """When the last request of a batch has gone, so has what they knew together."""
         return StepMemory(batch=neighbours[0].batch if neighbours else StepMemory())
 
+    def rests(self, neighbours: Sequence[StepMemory]) -> bool:
+        return any(one.batch is not None and one.batch.gate.is_closed for one in neighbours[:1])
+
     def options(self, trained_block_size: int) -> Sequence[Choice]:
         return [self._choice(size, 0) for size in self.draft_sizes]
 
     def choose(self, requests: Sequence[Asked]) -> list[Choice]:
         first = requests[0].inputs
-        if not _is_shared(first):
+        if first.batch_size == 1:
             return [
-                COPIED if self._pays_copied(memory.own(), inputs) else self._decide(memory.own(), inputs)
+                COPIED if self._pays_copied(memory.own(), memory, inputs) else self._decide(memory, inputs)
                 for memory, inputs in requests
             ]
         batch: StepMemory = requests[0].memory.batch
@@ -88,7 +92,7 @@ class StepPilot(Pilot):
         has_joined = all(inputs.num_steps == 0 for _, inputs in requests)
         # where the others have been asked already, what they decided holds for all
         drafted = batch.choice if has_joined and batch.batch_size else self._decide(batch, first)
-        return [COPIED if self._pays_copied(batch, inputs) else drafted for _, inputs in requests]
+        return [COPIED if self._pays_copied(batch, memory, inputs) else drafted for memory, inputs in requests]
 
     def select(self, requests: Sequence[Drafted]) -> list[Selection]:
         return [self._select(request) for request in requests]
@@ -104,16 +108,20 @@ class StepPilot(Pilot):
         _record(batch, outcomes, 1 / first.batch_size, batch.foretold)
 
     def _select(self, request: Drafted) -> Selection:
-        inputs, draft = request.inputs, request.draft
-        copied = weigh_copy(inputs.copy, inputs.temperature)
-        if request.choice.is_copied:
-            return self._select_copied(request, copied)
+        inputs, draft, num_nodes = request.inputs, request.draft, request.choice.num_nodes
+        copied = NOTHING_COPIED
+        if inputs.copy is not None:
+            weighed = self._weigh_copy(request.memory, inputs, inputs.copy)
+            if request.choice.is_copied:
+                token_ids = list(weighed.token_ids[: weighed.num_best])
+                return Selection(DraftTree.chain(request.anchor_id, token_ids), weighed.promised)
+            copied = weighed.as_candidates()
         memory: StepMemory = request.memory.shared() if _is_shared(inputs) else request.memory.own()
-        if request.choice.num_nodes is None:
+        if num_nodes is None:
             table = self._tables.at(inputs.batch_size, inputs.context_length, inputs.buckets)
             costs = table.growth(draft.num_positions + 1)
         else:
-            costs = falling_costs(request.choice.num_nodes)  # the number is decided: take them all
+            costs = falling_costs(num_nodes)  # the number is decided: take them all
         rules = GrowthRules(
             costs,
             depth=inputs.num_remaining - 1,  # deeper tokens cannot be emitted
@@ -123,20 +131,19 @@ class StepPilot(Pilot):
             copied=copied,
         )
         found = grow_tree(draft, request.anchor_id, rules)
-        if request.choice.num_nodes is None:
+        if num_nodes is None:
             memory.cost = float(costs[0][len(found.tree) - 1]) / table.plain_ms
         return found
 
-    def _select_copied(self, request: Drafted, copied: Copied) -> Selection:
-        count, _, promised = self._weigh_copied(request.inputs, copied)
-        return Selection(DraftTree.chain(request.anchor_id, copied.token_ids[:count].tolist()), promised)
+    def _weigh_copy(self, memory: StepMemory, inputs: PilotInputs, copy: Copy) -> WeighedCopy:
+        """Once per step; `memory` is the request's own."""
+        if memory.weighed is None or memory.weighed[0] is not inputs:
+            table = self._tables.at(inputs.batch_size, inputs.context_length, inputs.buckets)
+            found = weigh_copy(copy, inputs.temperature, table.check_ms, inputs.num_remaining - 1)
+            memory.weighed = inputs, found
+        return memory.weighed[1]
 
-    def _weigh_copied(self, inputs: PilotInputs, copied: Copied) -> tuple[int, float, float]:
-        """Of a check of the copy alone: how much of it, tokens per millisecond, and what it promises."""
-        table = self._tables.at(inputs.batch_size, inputs.context_length, inputs.buckets)
-        return best_prefix(copied, table.check_ms[: max(inputs.num_remaining, 1)])
-
-    def _pays_copied(self, memory: StepMemory, inputs: PilotInputs) -> bool:
+    def _pays_copied(self, deciding: StepMemory, memory: StepMemory, inputs: PilotInputs) -> bool:
         """Whether a copy alone brings more than the draft that was thought of last, and than plain decoding.
 
         That draft would be checked beside the copy. How much more the two bring together hardly matters here.
@@ -144,8 +151,8 @@ class StepPilot(Pilot):
         if inputs.copy is None:
             return False
         table = self._tables.at(inputs.batch_size, inputs.context_length, inputs.buckets)
-        _, rate, _ = self._weigh_copied(inputs, weigh_copy(inputs.copy, inputs.temperature))
-        return rate * table.plain_ms > max(memory.rate, RETURN if memory.gate.is_closed else HOPE)
+        rate = self._weigh_copy(memory, inputs, inputs.copy).rate
+        return rate * table.plain_ms > max(deciding.rate, RETURN if deciding.gate.is_closed else HOPE)
 
     def _decide(self, memory: StepMemory, inputs: PilotInputs) -> Choice:
         is_shared = _is_shared(inputs)

@@ -198,9 +198,9 @@ def test_tokens_that_come_one_by_one_are_looked_at_before_the_next_draft(
     is_second: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also by a request that takes up the rows of one that never drafted."""
-    monkeypatch.setattr(dflash, "MOST_UNSEEN", 32)
     single, whole, resumed = (make_drafter(is_second=is_second) for _ in range(3))
     taps = make_taps(6 + count, 2)
+    monkeypatch.setattr(dflash, "MOST_UNSEEN", taps[:32].nbytes)
     for drafter in (single, resumed):
         drafter.observe([Observation(1, [0] * 6, taps[:6])])
         for place in range(6, 6 + count):
@@ -214,6 +214,40 @@ def test_tokens_that_come_one_by_one_are_looked_at_before_the_next_draft(
     for drafter in (single, resumed):
         assert_equal(drafter.propose(asked)[0], expected)
         assert drafter.cache.lengths[1] == 6 + count
+
+
+@both_kinds
+def test_prompts_that_can_wait_are_read_before_the_first_draft(
+    is_second: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces, behind checked copies, by a request that takes up an earlier one's rows, where memory runs short."""
+    whole, waiting, resumed, short = (make_drafter(is_second=is_second) for _ in range(4))
+    taps, room = make_taps(60, 2), make_taps(40)
+    whole.observe([Observation(1, [0] * 60, taps)])
+    expected = whole.propose([request(1)._replace(position=60)])[0]
+    for drafter in (waiting, resumed, short):
+        if drafter is short:
+            monkeypatch.setattr(dflash, "MOST_UNSEEN", taps[:50].nbytes)
+        drafter.observe([Observation(1, [0] * 9, make_taps(9, 5), can_wait=True)])  # of another text
+        drafter.forget(1)
+        room[:] = taps[:40]
+        drafter.observe([Observation(1, [0] * 40, room, can_wait=True)])
+        room.zero_()
+        drafter.observe([Observation(1, [0] * 4, taps, [40, 41, 42, 43]), Observation(0, [0], make_taps(1), [0])])
+        assert drafter.cache.lengths == [0, 0, 0]
+        if drafter is resumed:
+            drafter.forget(1)
+            drafter.resume(1, [0] * 42)
+            drafter.observe([Observation(1, [0] * 2, taps[42:44], can_wait=True)])
+        if drafter is short:
+            drafter.forget(1)
+            drafter.observe([Observation(2, [0] * 20, make_taps(20), can_wait=True)])
+            assert drafter.cache.lengths == [0, 0, 0], "its rows are there, and nobody's"
+            drafter.resume(1, [0] * 44)
+            assert drafter.cache.lengths == [0, 44, 0]
+        drafter.observe([Observation(1, [0] * 16, taps[44:], can_wait=True)])
+        assert_equal(drafter.propose([request(1)._replace(position=60)])[0], expected)
+        assert torch.equal(drafter.cache.copy_rows(1, 0, 60), whole.cache.copy_rows(1, 0, 60))
 
 
 def test_rows_of_a_whole_pass() -> None:

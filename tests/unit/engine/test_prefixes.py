@@ -7,6 +7,8 @@ import pytest
 
 from blockpilot import LLM, SamplingParams
 from blockpilot.core.records import Completion
+from blockpilot.pilots.cost_model import StepCosts
+from blockpilot.pilots.step import StepPilot
 from tests.tiny import VOCAB_SIZE, make_dflash, make_eagle3, make_llm
 
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -103,3 +105,20 @@ def test_random_conversations_in_batches(seed: int) -> None:
             stream.close()  # type: ignore[attr-defined]
     assert num_reused > 100
     assert reusing.engine.runner.cache.num_free == 4
+
+
+def test_prompts_read_late_change_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a drafter proposes does not depend on when it has read a prompt, in pieces or behind an earlier text."""
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True, keeps_trees=True)
+    found = []
+    for is_late in (False, True):
+        monkeypatch.setattr(StepPilot, "rests", lambda self, neighbours, is_late=is_late: is_late)
+        costs = StepCosts.linear(slope=0.001)
+        llm = make_llm("bytes-int8", drafter=make_dflash("bytes-int8"), costs=costs, reuses_prefixes=True)
+        prompts, answers = [draw(seed, 20 + 9 * seed) for seed in range(3)], []
+        for _ in range(2):
+            answers += llm.generate(prompts, params, pilot="auto")
+            prompts = [[*one, *answer.token_ids] for one, answer in zip(prompts, answers[-3:], strict=True)]
+        assert answers[-1].num_reused_tokens and any(step.block_size > 1 for step in answers[-1].steps)
+        found.append([(one.token_ids, [step.tree for step in one.steps]) for one in answers])
+    assert found[0] == found[1]

@@ -7,7 +7,7 @@ from blockpilot.core.draft import MAX_MATCH, NO_DRAFT, Copy
 from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.pilots.base import PLAIN, Asked, Drafted
 from blockpilot.pilots.calibration import Calibration
-from blockpilot.pilots.copies import MAX_COPIED, NOTHING_COPIED, Copied, best_prefix, weigh_copy
+from blockpilot.pilots.copies import MAX_COPIED, best_prefix, weigh_copy
 from blockpilot.pilots.cost_model import StepCosts
 from blockpilot.pilots.memory import StepMemory
 from blockpilot.pilots.step import COPIED, StepPilot
@@ -21,30 +21,29 @@ def make_copy(num_matched: int = 4, right: float = 0.0, seen: float = 0.0, size:
     return Copy(list(range(30, 30 + size)), num_matched, right, seen)
 
 
-def first(copy: Copy) -> float:
-    return float(weigh_copy(copy, 0.0).probabilities[0])
+def first(copy: Copy, temperature: float = 0.0) -> float:
+    return weigh_copy(copy, temperature, [1.0], 1).probabilities[0]
 
 
 def test_long_matches_and_copies_that_came_true_are_trusted() -> None:
     assert first(make_copy(1)) < first(make_copy(2)) < first(make_copy(8)) < first(make_copy(MAX_MATCH))
     assert first(make_copy(4, 0, 6)) < first(make_copy(4, 3, 6)) < first(make_copy(4, 6, 6))
-    assert weigh_copy(make_copy(), 1.0).probabilities[0] < first(make_copy()), "noise breaks copies"
-    found = weigh_copy(make_copy(3, size=MAX_COPIED), 0.0).probabilities
-    assert (np.diff(found) >= 0).all() and 0 < found.min() < found.max() < 1, (
-        "further tokens agree with more before them"
-    )
-    assert weigh_copy(None, 0.0) is NOTHING_COPIED
+    assert first(make_copy(), 1.0) < first(make_copy()), "noise breaks copies"
+    found = weigh_copy(make_copy(3, size=MAX_COPIED), 0.0, [1.0], 1).probabilities
+    assert (np.diff(found) >= 0).all() and 0 < min(found) < max(found) < 1, "further tokens agree with more before them"
 
 
 def test_as_much_of_a_copy_is_checked_as_pays() -> None:
-    check_ms = 1 + 0.2 * np.arange(10.0)
-    assert best_prefix(Copied(np.arange(4), np.full(4, 0.9, np.float32)), check_ms)[0] == 4
-    count, rate, promised = best_prefix(Copied(np.arange(4), np.array([0.9, 0.9, 0.1, 0.9], np.float32)), check_ms)
+    check_ms = [1 + 0.2 * count for count in range(10)]
+    assert best_prefix([0.9] * 4, check_ms, 9)[0] == 4
+    count, rate, promised = best_prefix([0.9, 0.9, 0.1, 0.9], check_ms, 9)
     assert (count, promised) == (2, pytest.approx(0.9 + 0.81))
     assert rate == pytest.approx((1 + promised) / 1.4)
-    assert best_prefix(Copied(np.arange(4), np.full(4, 0.05, np.float32)), check_ms) == (0, 1.0, 0.0)
-    assert best_prefix(Copied(np.arange(4), np.full(4, 0.9, np.float32)), check_ms[:3])[0] == 2, "as the answer ends"
-    assert best_prefix(NOTHING_COPIED, check_ms) == (0, 1.0, 0.0)
+    assert best_prefix([0.05] * 4, check_ms, 9) == (0, 1.0, 0.0)
+    assert best_prefix([0.9] * 4, check_ms, 2)[0] == 2, "as the answer ends"
+    assert best_prefix([], check_ms, 9) == best_prefix([0.9], check_ms, 0) == (0, 1.0, 0.0)
+    found = weigh_copy(make_copy(16, 9, 9), 0.0, check_ms, 9)
+    assert found[2:] == best_prefix(found.probabilities, check_ms, 9)
 
 
 def choose(copy: Copy | None, memory: StepMemory, **changes: object) -> tuple[StepPilot, bool]:

@@ -8,7 +8,7 @@ from blockpilot.core.sampling_params import SamplingParams
 from blockpilot.engine import llm as llm_module
 from blockpilot.engine.llm import LLM
 from blockpilot.pilots.cost_model import CostPoint, StepCosts, StepTables
-from blockpilot.pilots.live_costs import REFRESH, LiveCosts
+from blockpilot.pilots.live_costs import REFRESH, LiveCosts, MeasuredStep
 from tests.tiny import make_dflash, make_llm
 
 TRUE_CHECK = {1: 3.1, 2: 3.4, 4: 3.8, 8: 5.2, 16: 8.5, 32: 15.0}
@@ -28,7 +28,9 @@ def take_steps(live: LiveCosts, count: int, check_sizes: list[int], *, speed: fl
         drafts = [8] if tokens > 1 else []
         spread = chance.lognormvariate(0, noise)
         spread *= 5 if chance.random() < 0.02 else 1  # somebody else's turn
-        live.note(drafts, [tokens], 200, truth.draft_ms(8) * speed, truth.verify_ms(tokens) * speed * spread)
+        live.note(
+            MeasuredStep(drafts, [tokens], 200, truth.draft_ms(8) * speed, truth.verify_ms(tokens) * speed * spread)
+        )
 
 
 def test_a_wrong_profile_is_put_right_where_steps_were_taken_and_near_it() -> None:
@@ -62,14 +64,14 @@ def test_one_long_pause_teaches_little() -> None:
     live = LiveCosts(costs(TRUE_CHECK))
     take_steps(live, 2 * REFRESH, [8], noise=0.0)
     for _ in range(REFRESH):
-        live.note([8], [8], 200, 1.2, 900.0 if _ == 3 else TRUE_CHECK[8])
+        live.note(MeasuredStep([8], [8], 200, 1.2, 900.0 if _ == 3 else TRUE_CHECK[8]))
     assert live.current.verify_ms(8) < 1.1 * TRUE_CHECK[8]
 
 
 def test_batches_count_with_all_their_tokens() -> None:
     live = LiveCosts(costs(TRUE_CHECK))
     for _ in range(4 * REFRESH):
-        live.note([8, 8], [6, 10], 200, 3.0, 2 * live.profile.verify_ms(8, 2, 200))
+        live.note(MeasuredStep([8, 8], [6, 10], 200, 3.0, 2 * live.profile.verify_ms(8, 2, 200)))
     assert live.current.verify_ms(8, 2) == pytest.approx(2 * live.profile.verify_ms(8, 2), rel=0.1)
 
 

@@ -183,6 +183,15 @@ def test_a_batch_forgets_when_its_last_request_has_gone() -> None:
     assert batch.step([0.9] * 2, [1] * 2)[0] == fresh
 
 
+def test_who_joins_a_batch_that_rests_will_not_draft_at_once() -> None:
+    pilot = make_pilot(PADDED)
+    first = pilot.start(None)
+    assert not pilot.rests([]) and not pilot.rests([first])
+    assert first.batch is not None
+    first.batch.gate.is_closed = True
+    assert pilot.rests([first, pilot.start(None, [first])])
+
+
 def test_the_memory_of_a_batch_lives_as_long_as_one_of_its_requests() -> None:
     pilot = make_pilot(PADDED)
     first = pilot.start(None, neighbours=())

@@ -9,8 +9,7 @@ children, `first` and `pairwise` are empty. Importing this package compiles, or 
 before: half a second to several. So pilots import it when they are made (`load_loops`), and not before.
 """
 
-from blockpilot.pilots.loops.copies import best_prefix, weigh
 from blockpilot.pilots.loops.forecast import best_check, best_size, expected_tokens
 from blockpilot.pilots.loops.growth import best_chain, grow
 
-__all__ = ["best_chain", "best_check", "best_prefix", "best_size", "expected_tokens", "grow", "weigh"]
+__all__ = ["best_chain", "best_check", "best_size", "expected_tokens", "grow"]

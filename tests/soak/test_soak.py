@@ -18,9 +18,19 @@ def test_a_server_under_all_manners_of_clients() -> None:
     asks = [draw_ask(7, number) for number in range(200)]
     soak = run(asks, 16, lambda line: None, slowest_health=2000)  # other tests run beside this one
     assert not soak.faults, soak.describe() + "\n" + "\n".join(soak.faults)
-    assert soak.num_judged > 100 and soak.num_turns > 3  # whether a second turn finds its slot depends on the others
+    assert soak.num_judged > 100 and soak.num_turns > 3
     assert {"200", "left", "400", "404", "413"} <= set(soak.ends)
     assert len(soak.health.answers) > 20 and sum(soak.last_ends.values()) > 20
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="what a process holds is read from /proc")
+def test_second_turns_of_a_client_that_is_alone_are_known() -> None:
+    """Beside others it depends on them whether a slot with the first turn is left."""
+    turns = [ask for ask in (draw_ask(7, number) for number in range(200)) if ask.manner == "turns"]
+    soak = run(turns, 1, lambda line: None, slowest_health=2000)
+    growing = "megabytes grow"  # the first look is after one ask, before the server has made its buffers
+    assert not [fault for fault in soak.faults if not fault.startswith(growing)], soak.describe()
+    assert soak.num_turns > 3 and soak.num_known > 500
 
 
 def test_asks_are_those_of_their_number_and_of_all_kinds() -> None:
